@@ -1,0 +1,68 @@
+"""The protocol of attention backends: plan once a step, run once a layer.
+
+A backend knows pages, positions and index lists. It knows no selectors, policies or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from aspire_llm.request import RowKind
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Every row's view of the KV cache in one step. R rows, T tokens, S slots, L layers, B the widest context set.
+
+    A row with `sparse` false reads every position up to each of its tokens (within the layer's sliding window, if any).
+    A row with `sparse` true reads `sets[layer, slot]` and every position from `tail_starts[slot]` up to each of its
+    tokens, except at refresh layers and at sliding-window layers, where it reads as the others do. A sparse row may have
+    more than one token.
+    """
+
+    kinds: tuple[RowKind, ...]  # [R], on the host
+    num_tokens: tuple[int, ...]  # [R], on the host: tokens of each row, in order
+    row_offsets: Tensor  # int32 [R + 1]: where each row's tokens begin
+    slots: Tensor  # int32 [R]
+    starts: Tensor  # int32 [R]: position of each row's first token
+    positions: Tensor  # int64 [T]
+    page_table: Tensor  # int32 [S, max pages]: permanent, indexed by slot
+    sparse: Tensor  # bool [R]
+    sets: Tensor  # int32 [L, S, B]: permanent; ascending positions, all below tail_starts[slot]
+    set_lengths: Tensor  # int32 [L, S]: valid entries of each set
+    tail_starts: Tensor  # int32 [S]: permanent
+    score_weights: Tensor  # float32 [T]: weight of each token's attention probabilities in its row's score; 0: not scored
+    scored_rows: tuple[int, ...]  # [≤ R], on the host: rows with any weight
+
+
+class AttentionPlan(Protocol):
+    """What a backend made of a batch; holds the scores once layers have run."""
+
+    @property
+    def scores(self) -> Mapping[int, Tensor]:
+        """layer -> float32 [len(scored_rows), longest]: for each scored row and position, the sum over the row's tokens of
+        weight × the mean over query heads of the attention probability. Zero past the row's end. A dense row is
+        scored at every layer in `score_layers`, a sparse row only at refresh layers; elsewhere its scores are 0 and a
+        layer with no score at all is absent."""
+        ...
+
+    @property
+    def kv_tokens_read(self) -> dict[RowKind, int]:
+        """KV tokens read so far, by row kind, summed over rows and layers."""
+        ...
+
+
+class Backend(Protocol):
+    def plan(self, batch: AttentionBatch) -> AttentionPlan: ...
+
+    def run(self, plan: AttentionPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v at the rows' positions, then attend.
+
+        q: [T, query heads, D]; k, v: [T, KV heads, D], rope applied. Returns [T, query heads, D].
+        Query head h reads KV head h // (query heads / KV heads).
+        """
+        ...

@@ -1,0 +1,69 @@
+"""The protocol of policies: which requests draft and which verify in the coming step. Pure Python, no torch.
+
+A policy sees requests only through `RequestView` and learns only through the `observe_*` methods, so the same object runs
+in the engine, one step late, and in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class Action(Enum):
+    DRAFT = "draft"
+    VERIFY = "verify"
+    WAIT = "wait"  # no row this step (a synchronised batch waits for its slowest request)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What a policy may know of one decoding request when a step is planned."""
+
+    key: int  # stable for the life of the request
+    length: int  # tokens whose K/V a full read would touch (upper bound when results are late)
+    pending: int  # drafts made since the last verification, those in flight included
+    confidences: Sequence[float]  # top-1 probability of each pending draft known so far; may be shorter than `pending`
+    max_draft: int  # the most drafts this request may have pending (0: it must verify)
+
+
+@dataclass(frozen=True, slots=True)
+class CycleOutcome:
+    """What a verification found."""
+
+    key: int
+    drafted: int
+    accepted: int  # 0 ≤ accepted ≤ drafted
+    confidences: Sequence[float]  # of all `drafted` drafts
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """The three quantities that a step's time is made of, and the time itself once measured."""
+
+    tokens: int  # tokens in the forward, all rows
+    kv_tokens: float  # KV tokens read, mean over layers, all rows
+    seconds: float = 0.0
+
+
+class Policy(Protocol):
+    def decide(self, requests: Sequence[RequestView], prefill: StepLoad) -> list[Action]:
+        """One action a request, in order. `prefill` is the load of the prefill rows that will share the step.
+
+        A request with `pending == max_draft` must not draft. VERIFY with nothing pending is plain decoding.
+        """
+        ...
+
+    def observe_cycle(self, outcome: CycleOutcome) -> None:
+        """A verification's outcome, once for each."""
+        ...
+
+    def observe_step(self, load: StepLoad) -> None:
+        """A finished step's load and its measured seconds."""
+        ...
+
+    def forget(self, key: int) -> None:
+        """The request has left; `key` will not come again."""
+        ...
