@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from aspire_llm.errors import UserError, explain
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-LogitsProcessor = Callable[[list[int], Any], Any]  # (token ids so far, logits [vocab]) -> logits [vocab]
+LogitsProcessor = Callable[..., Any]  # see SamplingParams.logits_processors
 
 
 class RowKind(IntEnum):
@@ -21,19 +23,128 @@ class RowKind(IntEnum):
     VERIFY = 2  # the newest committed token and every pending draft, full attention
 
 
+class StructuredOutputsParams(BaseModel):
+    """What the output must look like; exactly one of the kinds. Names as in vLLM."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    json_schema: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None  # passed as `json`
+    regex: str | None = None
+    choice: Annotated[tuple[str, ...] | None, Field(min_length=1)] = None
+    grammar: str | None = None  # Lark or GBNF (EBNF)
+    json_object: bool | None = None  # any JSON object
+    disable_any_whitespace: bool = False  # JSON kinds: no optional blanks
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise explain(error, type(self)) from None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        kinds = {
+            "json": self.json_schema is not None,
+            "regex": self.regex is not None,
+            "choice": self.choice is not None,
+            "grammar": self.grammar is not None,
+            "json_object": bool(self.json_object),
+        }
+        given = [kind for kind, is_given in kinds.items() if is_given]
+        if len(given) != 1:
+            found = ", ".join(given) or "none"
+            raise UserError(
+                f"structured_outputs has {found}: must have exactly one of {', '.join(kinds)}", "structured_outputs"
+            )
+        return self
+
+
+def _as_tuple(value: object) -> object:
+    """One string or number where several are allowed."""
+    return (value,) if isinstance(value, str | int) else value
+
+
+def _max_tokens(value: object) -> object:
+    return NO_TOKEN_LIMIT if value is None else value
+
+
+NO_TOKEN_LIMIT = 2**31 - 1  # max_tokens=None: as many as the context holds
+GREEDY_TEMPERATURE = 1e-5  # below this a temperature means greedy (as in vLLM)
+
+TokenId = Annotated[int, Field(ge=0)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+
 class SamplingParams(BaseModel):
-    """How tokens are chosen and when to stop. Every field is honoured by every method and at every accepted token."""
+    """How tokens are chosen and when to stop. Every field is honoured by every method and at every accepted token.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    Names, ranges and defaults as in vLLM; None means the default (for max_tokens: no limit but the context).
+    Raises UserError naming the parameter, the value and the range.
 
-    max_tokens: Annotated[int, Field(ge=1)] = 16
-    temperature: Annotated[float, Field(ge=0.0)] = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    logits_processors: callables `f(output_token_ids, logits)` or `f(prompt_token_ids, output_token_ids, logits)`, the
+    token ids as lists, the logits as a float32 tensor [vocabulary] that may be changed in place; they return the logits.
+    Called for every drafted and every verified position, with the tokens (drafts included) before it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+    n: Annotated[int, Field(ge=1)] = 1
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0  # 0: greedy
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 or -1: off
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
+    max_tokens: Annotated[int, Field(ge=1), BeforeValidator(_max_tokens)] = 16
+    min_tokens: Annotated[int, Field(ge=0)] = 0  # before these, neither end of text nor a stop token
+    stop: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], BeforeValidator(_as_tuple)] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    logprobs: Annotated[int | None, Field(ge=-1)] = None  # how many of the likeliest, besides the chosen one; -1: all
+    prompt_logprobs: Annotated[int | None, Field(ge=-1)] = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0.0)] = 1.0
+    logit_bias: dict[TokenId, float] = Field(default_factory=dict)  # each in [-100, 100]
+    bad_words: Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_tuple)] = ()
+    bad_words_token_ids: tuple[
+        Annotated[tuple[TokenId, ...], Field(min_length=1)], ...
+    ] = ()  # the engine's, of bad_words
+    allowed_token_ids: Annotated[tuple[TokenId, ...] | None, Field(min_length=1)] = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
     skip_special_tokens: bool = True
-    draft: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    draft: bool = True  # False: this request is decoded without speculation
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise explain(error, type(self)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_default(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        for token, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise UserError(f"logit_bias[{token}] = {bias:g}: must be in [-100, 100]", "logit_bias")
+        if self.min_tokens > self.max_tokens:
+            raise UserError(
+                f"min_tokens = {self.min_tokens}: must be at most max_tokens ({self.max_tokens})", "min_tokens"
+            )
+        if self.n > 1 and self.greedy:
+            raise UserError(f"n = {self.n}: must be 1 with temperature 0, where all outputs are the same", "n")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +167,27 @@ class Detokenizer(Protocol):
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
+
+
+class TextStream(Protocol):
+    """Text of one request as its tokens come, cut at the first stop string."""
+
+    @property
+    def text(self) -> str:
+        """What is certain so far: text that may still become part of a stop string or character is held back."""
+        ...
+
+    def push(self, token_id: int, *, ends: bool, may_stop: bool) -> str | None:
+        """Add one token; returns the stop string it completed, if any.
+
+        ends: it is the last token (EOS or a stop token), and has no text of its own unless the request includes stops;
+        may_stop: stop strings count from here on (min_tokens is reached).
+        """
+        ...
+
+    def finish(self) -> None:
+        """No more tokens: release what was held back."""
+        ...
 
 
 @dataclass(slots=True)
@@ -109,12 +241,11 @@ class Request:
     seed: int = 0
     arrival: float = 0.0
     eos_token_ids: frozenset[int] = frozenset()
-    detokenizer: Detokenizer | None = None
+    stream: TextStream | None = None  # None: no text is wanted
 
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text: str = ""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of every prompt token but the first
 
     slot: int | None = None  # device row while running
     epoch: int = 0  # grows with every admission, so that a late result can be told from a fresh one
@@ -122,7 +253,8 @@ class Request:
     num_pending: int = 0
     num_lookahead: int = 0  # (late) most tokens that verifications in flight may still commit
     num_in_flight: int = 0  # (late) steps that name this request
-    prefilled: bool = False  # all known tokens have been planned as prefill (or found in the cache)
+    num_prefilled: int = 0  # known tokens planned as prefill (or found in the cache) since admission
+    prefill_end: int = 0  # tokens known at admission: prefill ends there
     confidences: list[float] = field(default_factory=list)  # of the pending drafts whose results are known
 
     finish_reason: FinishReason | None = None
@@ -137,6 +269,14 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens known to the host: prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.num_prefilled < self.prefill_end
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.output_token_ids
 
     @property
     def finished(self) -> bool:
@@ -174,6 +314,6 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
     metrics: RequestMetrics | None = None
     error: str | None = None

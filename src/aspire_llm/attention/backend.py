@@ -32,7 +32,7 @@ class AttentionBatch:
     positions: Tensor  # int64 [T]
     page_table: Tensor  # int32 [S, max pages]: permanent, indexed by slot
     sparse: Tensor  # bool [R]
-    sets: Tensor  # int32 [L, S, B]: permanent; ascending positions, all below tail_starts[slot]
+    sets: Tensor  # int32 [L, S, B]: permanent; distinct positions, all below tail_starts[slot]
     set_lengths: Tensor  # int32 [L, S]: valid entries of each set
     tail_starts: Tensor  # int32 [S]: permanent
     score_weights: Tensor  # float32 [T]: weight of each token's attention probabilities in its row's score; 0: not scored

@@ -26,5 +26,7 @@ class SampleOutput:
     tokens: Tensor  # int64 [R, widest]: PREFILL the first token, DRAFT the draft, VERIFY accepted drafts and one more
     num_emitted: Tensor  # int64 [R]: valid entries of `tokens`
     confidence: Tensor  # float32 [R]: DRAFT rows: top-1 probability of the distribution the draft came from; else 0
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> one for each emitted token, where asked
+    logprobs: dict[int, list[TokenLogprobs]] = field(
+        default_factory=dict
+    )  # row -> one for each emitted token, where asked
     errors: dict[int, str] = field(default_factory=dict)  # row -> why this request failed

@@ -20,7 +20,6 @@ class Row:
     kind: RowKind
     num_tokens: int  # tokens in the forward: PREFILL its chunk, DRAFT 1, VERIFY 1 + pending drafts
     start: int = 0  # PREFILL only: position of the chunk's first token
-    token_ids: tuple[int, ...] = ()  # PREFILL only: the chunk
     samples: bool = True  # False for every prefill chunk but the last: no logits, no token
 
 
@@ -35,6 +34,11 @@ class Admission:
     output_token_ids: tuple[int, ...]  # tokens generated before a preemption, else empty
     num_computed: int  # prefix found in the cache, already exact
     params: SamplingParams
+    eos_token_ids: frozenset[int]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.prompt_token_ids + self.output_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +82,9 @@ class StepResult:
     rows: tuple[RowResult, ...]
     seconds: float = 0.0  # the forward and everything after it on the device
     kv_tokens_read: dict[RowKind, int] = field(default_factory=dict)  # sum over rows and layers, as the backend counted
+    num_layers: int = 1
+
+    @property
+    def mean_kv_tokens(self) -> float:
+        """KV tokens read, summed over rows, mean over layers: what a cost model counts."""
+        return sum(self.kv_tokens_read.values()) / self.num_layers

@@ -1,0 +1,270 @@
+"""Attention in plain torch: the oracle that kernels are tested against, and what runs on the CPU.
+
+Dense rows are attended one by one: a request's pages are usually adjacent in the pool, so its keys are a view and nothing
+is copied. Sparse rows are gathered and attended together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aspire_llm.attention.backend import AttentionBatch
+from aspire_llm.cache.pool import KVPool
+from aspire_llm.request import RowKind
+
+# From this many query tokens on, fused attention that never stores the probabilities is faster (measured on a CPU).
+FUSED_QUERY_TOKENS = 32
+
+
+@dataclass(slots=True)
+class DenseRow:
+    """One row that reads every position of its request."""
+
+    index: int  # of the row in the batch
+    kind: RowKind
+    first_token: int
+    num_tokens: int
+    start: int  # position of the first token
+    places: Tensor | slice  # of positions 0 .. start + num_tokens - 1 in the pool; a slice where pages are adjacent
+    weighted: Tensor | None  # int64 [W]: the row's tokens that carry score weight
+    weights: Tensor | None  # float32 [W]
+
+
+@dataclass(slots=True)
+class SparseRows:
+    """Rows that read a context set and their tail, padded to a common width. R rows, N tokens, M = set + tail."""
+
+    indices: list[int]  # of the rows in the batch
+    tokens: Tensor  # int64 [R, N]: index into the flat batch
+    real: Tensor  # bool [R, N]: not padding
+    places: Tensor  # int64 [L, R, M]
+    visible: Tensor  # bool [L, R, N, M]
+    reads: list[list[int]]  # [L][R]: KV tokens read
+
+
+@dataclass(slots=True)
+class ReferencePlan:
+    dense: list[DenseRow]  # rows that are dense at every layer
+    refreshed: list[DenseRow]  # the sparse rows as they are at refresh and sliding-window layers
+    sparse: SparseRows | None
+    write_places: Tensor  # int64 [T]
+    kinds: tuple[RowKind, ...]
+    score_rows: dict[int, int]  # row -> its place in scored_rows
+    longest: int  # positions a score tensor has
+    scores: dict[int, Tensor] = field(default_factory=dict)
+    kv_tokens_read: dict[RowKind, int] = field(default_factory=lambda: defaultdict(int))
+
+
+class ReferenceBackend:
+    """windows: sliding window of each layer or None. refresh_layers: where sparse rows read everything and are scored.
+    score_layers: where dense rows are scored. scale: of the logits, 1/sqrt(D) for most models."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        num_heads: int,
+        scale: float,
+        windows: Sequence[int | None],
+        refresh_layers: Sequence[int] = (),
+        score_layers: Sequence[int] = (),
+    ) -> None:
+        self.pool = pool
+        self.num_heads = num_heads
+        self.scale = scale
+        self.windows = tuple(windows)
+        self.refresh_layers = frozenset(refresh_layers)
+        self.score_layers = frozenset(score_layers)
+        # (a sliding-window layer is never sparse)
+        self.sparse_layers = [i for i, w in enumerate(self.windows) if w is None and i not in self.refresh_layers]
+
+    def plan(self, batch: AttentionBatch) -> ReferencePlan:
+        page_size = self.pool.page_size
+        slots, starts = batch.slots.tolist(), batch.starts.tolist()
+        sparse_flags = batch.sparse.tolist()
+        token_slots = torch.repeat_interleave(batch.slots, torch.tensor(batch.num_tokens, device=batch.slots.device))
+        write_places = flat_places(batch.page_table, token_slots.long(), batch.positions, page_size)
+        dense: list[DenseRow] = []
+        refreshed: list[DenseRow] = []
+        sparse: list[tuple[int, int]] = []
+        offset, longest = 0, 0
+        for i, (kind, n) in enumerate(zip(batch.kinds, batch.num_tokens, strict=True)):
+            row = self._dense_row(batch, i, kind, offset, n, slots[i], starts[i])
+            if sparse_flags[i]:
+                refreshed.append(row)
+                sparse.append((i, offset))
+            else:
+                dense.append(row)
+            offset += n
+            longest = max(longest, starts[i] + n)
+        return ReferencePlan(
+            dense=dense,
+            refreshed=refreshed,
+            sparse=self._sparse_rows(batch, sparse) if sparse and self.sparse_layers else None,
+            write_places=write_places,
+            kinds=batch.kinds,
+            score_rows={row: i for i, row in enumerate(batch.scored_rows)},
+            longest=longest,
+        )
+
+    def _dense_row(
+        self, batch: AttentionBatch, i: int, kind: RowKind, offset: int, n: int, slot: int, start: int
+    ) -> DenseRow:
+        end, page_size = start + n, self.pool.page_size
+        pages = batch.page_table[slot, : -(-end // page_size)].long()
+        places: Tensor | slice
+        if pages.numel() == 1 or bool((pages[1:] - pages[:-1] == 1).all()):
+            first = int(pages[0]) * page_size
+            places = slice(first, first + end)
+        else:
+            within = torch.arange(page_size, device=pages.device)
+            places = (pages[:, None] * page_size + within).flatten()[:end]
+        weighted = weights = None
+        if i in batch.scored_rows:
+            row_weights = batch.score_weights[offset : offset + n]
+            weighted = row_weights.nonzero().flatten()
+            weights = row_weights[weighted]
+        return DenseRow(i, kind, offset, n, start, places, weighted, weights)
+
+    def _sparse_rows(self, batch: AttentionBatch, rows: list[tuple[int, int]]) -> SparseRows:
+        device = batch.slots.device
+        index = torch.tensor([i for i, _ in rows], device=device)
+        slots = batch.slots[index].long()
+        widest = max(batch.num_tokens[i] for i, _ in rows)
+        tokens = torch.tensor(
+            [[offset + min(j, batch.num_tokens[i] - 1) for j in range(widest)] for i, offset in rows], device=device
+        )
+        real = torch.tensor([[j < batch.num_tokens[i] for j in range(widest)] for i, _ in rows], device=device)
+        positions = batch.positions[tokens]  # [R, N]
+        tail_start = batch.tail_starts[slots].long()
+        tail_end = positions[:, -1] + 1
+        tail = tail_start[:, None] + torch.arange(int((tail_end - tail_start).max()), device=device)  # [R, tail]
+        set_lengths = batch.set_lengths[:, slots]  # [L, R]
+        sets = batch.sets[:, slots, : int(set_lengths[self.sparse_layers].max())].long()  # [L, R, B]
+        in_set = torch.arange(sets.shape[2], device=device) < set_lengths[:, :, None]
+        set_places = flat_places(batch.page_table, slots[None, :, None], sets.where(in_set, 0), self.pool.page_size)
+        tail_places = flat_places(batch.page_table, slots[:, None], tail.minimum(tail_end[:, None] - 1), self.pool.page_size)
+        layers = sets.shape[0]
+        places = torch.cat([set_places, tail_places.expand(layers, -1, -1)], dim=2)
+        in_tail = tail[:, None, :] <= positions[:, :, None]  # [R, N, tail]: causal
+        visible = torch.cat(
+            [in_set[:, :, None, :].expand(-1, -1, widest, -1), in_tail.expand(layers, -1, -1, -1)],
+            dim=3,
+        )
+        reads = (set_lengths + (tail_end - tail_start)).tolist()
+        return SparseRows([i for i, _ in rows], tokens, real, places, visible, reads)
+
+    def run(self, plan: ReferencePlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.pool.write(layer, plan.write_places, k, v)
+        out = torch.empty_like(q)
+        keys, values = self.pool.k[layer], self.pool.v[layer]
+        window = self.windows[layer]
+        dense_everywhere = window is not None or layer in self.refresh_layers
+        for row in plan.dense:
+            self._run_dense(plan, row, layer, layer in self.score_layers, q, keys, values, out)
+        if dense_everywhere:
+            for row in plan.refreshed:
+                self._run_dense(plan, row, layer, layer in self.refresh_layers, q, keys, values, out)
+        elif plan.sparse is not None:
+            self._run_sparse(plan, plan.sparse, layer, q, keys, values, out)
+        return out
+
+    def _run_dense(
+        self,
+        plan: ReferencePlan,
+        row: DenseRow,
+        layer: int,
+        score: bool,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+    ) -> None:
+        end = row.start + row.num_tokens
+        window = self.windows[layer]
+        low = 0 if window is None else max(0, row.start - window + 1)
+        if isinstance(row.places, slice):
+            k, v = (t.narrow(1, row.places.start + low, end - low) for t in (keys, values))
+        else:
+            k, v = (t.index_select(1, row.places[low:]) for t in (keys, values))
+        plan.kv_tokens_read[row.kind] += end - low
+        span = slice(row.first_token, row.first_token + row.num_tokens)
+        queries = q[span].transpose(0, 1)  # [Hq, n, D]
+        weighted = row.weighted if score else None
+        if row.num_tokens >= FUSED_QUERY_TOKENS:
+            out[span] = self._attend_fused(queries, k, v, row.start - low, window).transpose(0, 1)
+            probabilities = (
+                (
+                None if weighted is None else self._probabilities(queries[:, weighted], k, row.start - low + weighted, window)
+            )
+            )
+        else:
+            tokens = torch.arange(row.num_tokens, device=q.device)
+            p = self._probabilities(queries, k, row.start - low + tokens, window)
+            out[span] = (p.to(v.dtype).flatten(1, 2) @ v).view(self.num_heads, row.num_tokens, -1).transpose(0, 1)
+            probabilities = None if weighted is None else p[:, :, weighted]
+        if probabilities is not None:
+            assert row.weights is not None
+            scores = plan.scores.get(layer)
+            if scores is None:
+                scores = plan.scores[layer] = torch.zeros(len(plan.score_rows), plan.longest, device=q.device)
+            mean = probabilities.mean(dim=(0, 1))  # [W, keys]
+            scores[plan.score_rows[row.index], low:end] = row.weights @ mean
+
+    def _probabilities(self, queries: Tensor, k: Tensor, positions: Tensor, window: int | None) -> Tensor:
+        """Softmax probabilities float32 [KV heads, group, n, keys] of queries [Hq, n, D] at `positions` (relative to k)."""
+        n, dim = queries.shape[1:]
+        num_keys = k.shape[1]
+        packed = (queries * self.scale).reshape(k.shape[0], -1, dim)  # [KV heads, group * n, D]
+        logits = torch.bmm(packed, k.transpose(1, 2)).view(k.shape[0], -1, n, num_keys).float()
+        # only the last few columns can be hidden by causality
+        first = int(positions.min()) + 1 if n else num_keys
+        if first < num_keys:
+            hidden = torch.arange(first, num_keys, device=k.device) > positions[:, None]
+            logits[..., first:].masked_fill_(hidden, -torch.inf)
+        if window is not None:
+            logits.masked_fill_(torch.arange(num_keys, device=k.device) <= positions[:, None] - window, -torch.inf)
+        return torch.softmax(logits, dim=-1)
+
+    def _attend_fused(self, queries: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Tensor:
+        """Attention of queries [Hq, n, D] at positions start.. (relative to k) without storing probabilities. [Hq, n, D]"""
+        n, num_keys = queries.shape[1], k.shape[1]
+        positions = start + torch.arange(n, device=k.device)[:, None]
+        columns = torch.arange(num_keys, device=k.device)
+        visible = columns <= positions
+        if window is not None:
+            visible &= columns > positions - window
+        out = F.scaled_dot_product_attention(
+            queries[None], k[None], v[None], attn_mask=visible, scale=self.scale, enable_gqa=True
+        )
+        return out[0]
+
+    def _run_sparse(
+        self, plan: ReferencePlan, rows: SparseRows, layer: int, q: Tensor, keys: Tensor, values: Tensor, out: Tensor
+    ) -> None:
+        places = rows.places[layer]  # [R, M]
+        num_rows, width = places.shape
+        kv_heads, dim = keys.shape[0], keys.shape[2]
+        k, v = (t.index_select(1, places.flatten()).view(kv_heads, num_rows, width, dim) for t in (keys, values))
+        queries = (q[rows.tokens] * self.scale).view(num_rows, -1, kv_heads, self.num_heads // kv_heads, dim).permute(2, 0, 3, 1, 4)  # [KV, R, group, N, D]
+        group, n = queries.shape[2:4]
+        logits = (queries.reshape(kv_heads, num_rows, group * n, dim) @ k.transpose(2, 3)).float()
+        logits = logits.view(kv_heads, num_rows, group, n, width)
+        logits.masked_fill_(~rows.visible[layer][None, :, None], -torch.inf)
+        p = torch.softmax(logits, dim=-1).to(v.dtype).view(kv_heads, num_rows, group * n, width)
+        attended = (p @ v).view(kv_heads, num_rows, group, n, dim).permute(1, 3, 0, 2, 4).flatten(2, 3)  # [R, N, Hq, D]
+        out[rows.tokens[rows.real]] = attended[rows.real]
+        for i, reads in zip(rows.indices, rows.reads[layer], strict=True):
+            plan.kv_tokens_read[plan.kinds[i]] += reads
+
+
+def flat_places(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Places in the pool of `positions` of the requests in `slots` (broadcast together), int64."""
+    pages = page_table[slots, positions // page_size].long()
+    return pages * page_size + positions % page_size

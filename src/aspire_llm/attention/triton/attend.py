@@ -1,0 +1,337 @@
+"""Paged attention of one layer: every row of the step, whatever its kind, in one launch.
+
+A program takes one piece (see work.py) for one KV head. The group's query heads and the tile's tokens are packed as rows of
+one matrix, r = token * group + head, so keys and values are read once for all of them. Softmax is kept in base 2 and online.
+A tile with one piece writes its output; else each piece leaves (accumulator, maximum, sum) for combine.py.
+
+Tiles of 65-80 rows (17 tokens at a group of 4) hold 64 rows as usual and 16 more transposed, keys as the long side: both
+products then read one copy of K and of V from shared memory, and no program multiplies more than 80 rows for 68.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from aspire_llm.attention.triton.work import PIECE_FIELDS
+
+
+@triton.jit
+def _places(start, base, list_len, high, set_row, table_row, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, LISTED: tl.constexpr):
+    """Cache places of the keys at indices start.., int64 [BLOCK_N]. Those past the end repeat the last one, so that nothing
+    unwritten is read."""
+    n = tl.arange(0, BLOCK_N)
+    if LISTED:
+        i = tl.minimum(start + n, high - 1)
+        position = tl.where(i < list_len, tl.load(set_row + i, mask=i < list_len, other=0), base + i)
+        places = tl.load(table_row + position // PAGE).to(tl.int64) * PAGE + position % PAGE
+    elif BLOCK_N > PAGE:
+        position = base + tl.minimum(start + n, high - 1)
+        places = tl.load(table_row + position // PAGE).to(tl.int64) * PAGE + position % PAGE
+    else:  # one page holds the block: a row that has no list starts at a multiple of BLOCK_N
+        first = base + start
+        places = tl.load(table_row + first // PAGE).to(tl.int64) * PAGE + first % PAGE + tl.minimum(n, high - 1 - start)
+    return places
+
+
+@triton.jit
+def _seen(start, base, list_len, high, BLOCK_N: tl.constexpr):
+    """Positions for the causal mask: listed keys are before every token, keys past the end after every token."""
+    i = start + tl.arange(0, BLOCK_N)
+    return tl.where(i < high, tl.where(i < list_len, 0, base + i), 2147483647)
+
+
+@triton.jit
+def _visible(positions, queries, WINDOW: tl.constexpr):
+    ok = positions <= queries
+    if WINDOW > 0:
+        ok = ok & (positions > queries - WINDOW)
+    return ok
+
+
+@triton.jit
+def _write_rows(
+    acc,
+    m,
+    norm,
+    r,
+    out,
+    lse,
+    part_acc,
+    part_max,
+    part_sum,
+    token0,
+    count,
+    head0,
+    pieces,
+    part,
+    out_stride_t,
+    out_stride_h,
+    num_heads,
+    value_scale,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """acc [M, D_PAD], m and norm [M] of packed rows r [M]."""
+    d = tl.arange(0, D_PAD)
+    live = r < count * GROUP
+    if pieces == 1:
+        token = (token0 + r // GROUP).to(tl.int64)
+        head = head0 + r % GROUP
+        safe = tl.where(norm > 0, norm, 1.0)
+        result = acc / safe[:, None] * value_scale
+        at = out + token[:, None] * out_stride_t + head[:, None] * out_stride_h + d[None, :]
+        tl.store(at, result.to(out.dtype.element_ty), mask=live[:, None] & (d[None, :] < D))
+        tl.store(lse + token * num_heads + head, m + tl.log2(safe), mask=live)
+    else:
+        row = part * ROWS + r
+        tl.store(part_acc + row[:, None] * D + d[None, :], acc, mask=live[:, None] & (d[None, :] < D))
+        tl.store(part_max + row, m, mask=live)
+        tl.store(part_sum + row, norm, mask=live)
+
+
+@triton.jit
+def _load_queries(q, r, token0, count, head0, stride_t, stride_h, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+    d = tl.arange(0, D_PAD)
+    at = (token0 + r // GROUP).to(tl.int64)[:, None] * stride_t + (head0 + r % GROUP)[:, None] * stride_h + d[None, :]
+    return tl.load(q + at, mask=(r < count * GROUP)[:, None] & (d[None, :] < D), other=0.0)
+
+
+@triton.jit
+def _load_block(cache, places, stride, dtype: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+    d = tl.arange(0, D_PAD)
+    at = cache + places[:, None] * stride + d[None, :]
+    if D == D_PAD:
+        block = tl.load(at)
+    else:
+        block = tl.load(at, mask=d[None, :] < D, other=0.0)
+    return block.to(dtype)
+
+
+@triton.jit
+def _entries(token_entry, r, token0, count, leaves, GROUP: tl.constexpr):
+    """Scored-token number of each packed row, -1 for none."""
+    return tl.load(token_entry + token0 + r // GROUP, mask=r < count * GROUP * leaves, other=-1)
+
+
+@triton.jit
+def _tile(
+    q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
+    k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, leaves, head0, part,
+    q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len, score_blocks,
+    scale_log2, value_scale,
+    M: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, LISTED: tl.constexpr, SCORED: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of at most M packed rows."""
+    # Triton spreads stages over the chain of loads (page -> keys, or list -> page -> keys): this many keep DEPTH blocks of
+    # keys and values on their way.
+    STAGES: tl.constexpr = (3 if LISTED else 2) * DEPTH + 1
+    r = tl.arange(0, M)
+    queries = tl.where(r < count * GROUP, position0 + r // GROUP, -1)
+    qs = _load_queries(q, r, token0, count, head0, q_stride_t, q_stride_h, GROUP, D, D_PAD)
+    m = tl.full([M], float("-inf"), tl.float32)
+    norm = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D_PAD], tl.float32)
+    if SCORED:
+        entry = _entries(token_entry, r, token0, count, leaves, GROUP)
+        line = entry.to(tl.int64) * num_heads + head0 + r % GROUP
+    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, LISTED)
+        k = _load_block(k_head, places, k_stride, qs.dtype, D, D_PAD)
+        s = tl.dot(qs, tl.trans(k), input_precision="ieee")
+        positions = _seen(start, base, list_len, high, BLOCK_N)
+        s = tl.where(_visible(positions[None, :], queries[:, None], WINDOW), s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s * scale_log2 - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+        norm = norm * alpha + tl.sum(p, 1)
+        v = _load_block(v_head, places, v_stride, qs.dtype, D, D_PAD)
+        acc = tl.dot(p.to(qs.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m = m_new
+        if SCORED:
+            at = score_p + line[:, None] * score_len + (base + start + tl.arange(0, BLOCK_N))[None, :]
+            stored = (start + tl.arange(0, BLOCK_N)) < high
+            tl.store(at, p.to(score_p.dtype.element_ty), mask=(entry >= 0)[:, None] & stored[None, :])
+            tl.store(score_max + line * score_blocks + (base + start) // BLOCK_N, m_safe, mask=entry >= 0)
+    _write_rows(
+        acc, m, norm, r, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
+        out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile_80(
+    q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
+    k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, leaves, head0, part,
+    q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len, score_blocks,
+    scale_log2, value_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCORED: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of 65-80 packed rows: `a` the first 64, `b` the other 16, transposed."""
+    STAGES: tl.constexpr = 2 * DEPTH + 1
+    ra = tl.arange(0, 64)
+    rb = 64 + tl.arange(0, 16)
+    queries_a = tl.where(ra < count * GROUP, position0 + ra // GROUP, -1)
+    queries_b = tl.where(rb < count * GROUP, position0 + rb // GROUP, -1)
+    qa = _load_queries(q, ra, token0, count, head0, q_stride_t, q_stride_h, GROUP, D, D_PAD)
+    qb = tl.trans(_load_queries(q, rb, token0, count, head0, q_stride_t, q_stride_h, GROUP, D, D_PAD))
+    ma = tl.full([64], float("-inf"), tl.float32)
+    mb = tl.full([16], float("-inf"), tl.float32)
+    norm_a = tl.zeros([64], tl.float32)
+    norm_b = tl.zeros([16], tl.float32)
+    acc_a = tl.zeros([64, D_PAD], tl.float32)
+    acc_b = tl.zeros([D_PAD, 16], tl.float32)
+    if SCORED:
+        entry_a = _entries(token_entry, ra, token0, count, leaves, GROUP)
+        entry_b = _entries(token_entry, rb, token0, count, leaves, GROUP)
+        line_a = entry_a.to(tl.int64) * num_heads + head0 + ra % GROUP
+        line_b = entry_b.to(tl.int64) * num_heads + head0 + rb % GROUP
+    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, False)
+        k = _load_block(k_head, places, k_stride, qa.dtype, D, D_PAD)
+        sa = tl.dot(qa, tl.trans(k), input_precision="ieee")
+        sb = tl.dot(k, qb, input_precision="ieee")
+        positions = _seen(start, base, list_len, high, BLOCK_N)
+        sa = tl.where(_visible(positions[None, :], queries_a[:, None], WINDOW), sa, float("-inf"))
+        sb = tl.where(_visible(positions[:, None], queries_b[None, :], WINDOW), sb, float("-inf"))
+        ma_new = tl.maximum(ma, tl.max(sa, 1) * scale_log2)
+        mb_new = tl.maximum(mb, tl.max(sb, 0) * scale_log2)
+        ma_safe = tl.where(ma_new == float("-inf"), 0.0, ma_new)
+        mb_safe = tl.where(mb_new == float("-inf"), 0.0, mb_new)
+        pa = tl.exp2(sa * scale_log2 - ma_safe[:, None])
+        pb = tl.exp2(sb * scale_log2 - mb_safe[None, :])
+        alpha_a = tl.exp2(ma - ma_safe)
+        alpha_b = tl.exp2(mb - mb_safe)
+        norm_a = norm_a * alpha_a + tl.sum(pa, 1)
+        norm_b = norm_b * alpha_b + tl.sum(pb, 0)
+        v = _load_block(v_head, places, v_stride, qa.dtype, D, D_PAD)
+        acc_a = tl.dot(pa.to(qa.dtype), v, acc_a * alpha_a[:, None], input_precision="ieee")
+        acc_b = tl.dot(tl.trans(v), pb.to(qa.dtype), acc_b * alpha_b[None, :], input_precision="ieee")
+        ma = ma_new
+        mb = mb_new
+        if SCORED:
+            n = start + tl.arange(0, BLOCK_N)
+            block = (base + start) // BLOCK_N
+            at = score_p + line_a[:, None] * score_len + (base + n)[None, :]
+            tl.store(at, pa.to(score_p.dtype.element_ty), mask=(entry_a >= 0)[:, None] & (n < high)[None, :])
+            tl.store(score_max + line_a * score_blocks + block, ma_safe, mask=entry_a >= 0)
+            at = score_p + line_b[None, :] * score_len + (base + n)[:, None]
+            tl.store(at, pb.to(score_p.dtype.element_ty), mask=(entry_b >= 0)[None, :] & (n < high)[:, None])
+            tl.store(score_max + line_b * score_blocks + block, mb_safe, mask=entry_b >= 0)
+    _write_rows(
+        acc_a, ma, norm_a, ra, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
+        out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
+    )  # fmt: skip
+    _write_rows(
+        tl.trans(acc_b), mb, norm_b, rb, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
+        out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_kernel(
+    q,  # [T, query heads, D], heads and tokens strided
+    k_cache,  # [KV heads, places, D], strided, D contiguous
+    v_cache,
+    out,  # out [T, query heads, D]
+    lse,  # out float32 [T, query heads]: log2 of the sum of exp2 of scaled logits
+    part_acc,  # out float32 [max pieces * KV heads, ROWS, D]
+    part_max,  # out float32 [max pieces * KV heads, ROWS]
+    part_sum,  # out float32 [max pieces * KV heads, ROWS]
+    pieces,  # int32 [max pieces, 16] of this layer
+    num_pieces,  # int32 [1] of this layer
+    page_table,  # int32 [S, max pages]
+    sets,  # int32 [S, B] of this layer
+    token_entry,  # int32 [T]
+    score_p,  # out float16 [E, query heads, score_len]: exp2(logit - running maximum)
+    score_max,  # out float32 [E, query heads, score_blocks]: that maximum, for each block
+    num_heads, table_stride, set_stride,
+    q_stride_t, q_stride_h, k_stride_h, k_stride, v_stride_h, v_stride, out_stride_t, out_stride_h,
+    score_len, score_blocks,
+    scale_log2,  # softmax scale * log2(e) * key scale
+    value_scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCORED: tl.constexpr, ROWS: tl.constexpr, MIN_ROWS: tl.constexpr,
+    NARROW_DEPTH: tl.constexpr,  # blocks on their way in tiles of 16 and 32 rows
+    WIDE_DEPTH: tl.constexpr,  # and in larger ones, whose queries take shared memory too
+):  # fmt: skip
+    """Grid: (max pieces * KV heads,). MIN_ROWS 64 computes every tile alike, whatever its size (deterministic mode)."""
+    piece = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    if piece >= tl.load(num_pieces):
+        return
+    at = pieces + piece * PIECE_FIELDS
+    token0 = tl.load(at)
+    count = tl.load(at + 1)
+    slot = tl.load(at + 2).to(tl.int64)
+    position0 = tl.load(at + 3)
+    list_len = tl.load(at + 4)
+    base = tl.load(at + 5)
+    low = tl.load(at + 6)
+    high = tl.load(at + 7)
+    tile_pieces = tl.load(at + 8)
+    listed = tl.load(at + 9)
+    leaves = tl.load(at + 10)
+    set_row = sets + slot * set_stride
+    table_row = page_table + slot * table_stride
+    k_head = k_cache + kv_head.to(tl.int64) * k_stride_h
+    v_head = v_cache + kv_head.to(tl.int64) * v_stride_h
+    head0 = kv_head * GROUP
+    part = (piece * KV_HEADS + kv_head).to(tl.int64)
+    rows = count * GROUP
+    if listed != 0:
+        if (rows <= 16) & (MIN_ROWS <= 16):
+            _tile(
+                q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
+                k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
+                q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+                score_blocks, scale_log2, value_scale,
+                16, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, True, False, ROWS, NARROW_DEPTH,
+            )  # fmt: skip
+        else:
+            _tile(
+                q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
+                k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
+                q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+                score_blocks, scale_log2, value_scale,
+                64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, True, False, ROWS, WIDE_DEPTH,
+            )  # fmt: skip
+    elif (rows <= 16) & (MIN_ROWS <= 16):
+        _tile(
+            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
+            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
+            q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+            score_blocks, scale_log2, value_scale,
+            16, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, NARROW_DEPTH,
+        )  # fmt: skip
+    elif (rows <= 32) & (MIN_ROWS <= 32):
+        _tile(
+            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
+            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
+            q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+            score_blocks, scale_log2, value_scale,
+            32, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, NARROW_DEPTH,
+        )  # fmt: skip
+    elif (rows <= 64) | (ROWS == 64):
+        _tile(
+            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
+            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
+            q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+            score_blocks, scale_log2, value_scale,
+            64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, WIDE_DEPTH,
+        )  # fmt: skip
+    else:
+        _tile_80(
+            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
+            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
+            q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+            score_blocks, scale_log2, value_scale,
+            GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, SCORED, ROWS, WIDE_DEPTH,
+        )  # fmt: skip

@@ -1,0 +1,267 @@
+"""The Triton attention backend: buffers made once, three small launches a layer around the attention kernel, no word from the host."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import triton
+from torch import Tensor
+
+from aspire_llm.attention.backend import AttentionBatch
+from aspire_llm.attention.triton.attend import attend_kernel
+from aspire_llm.attention.triton.combine import combine_kernel, scores_kernel
+from aspire_llm.attention.triton.store import store_kernel
+from aspire_llm.attention.triton.work import PIECE_FIELDS, token_kernel, work_kernel
+from aspire_llm.cache.pool import KVPool
+from aspire_llm.errors import UserError
+from aspire_llm.request import RowKind
+
+LOG2_E = 1.4426950408889634
+HEAD_DIMS = (64, 96, 128, 256)
+PAGE_SIZES = (16, 32, 64)
+TILE_ROWS = 64  # packed rows of every tile but the last kind
+WIDE_ROWS = 80  # packed rows of a row's only tile, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """block_n: keys a step; narrow_depth, wide_depth: steps fetched ahead, in tiles of up to 32 rows and in larger ones; programs: pieces aimed at over all KV heads; min_blocks: least blocks a piece."""
+
+    block_n: int = 64
+    narrow_depth: int = 3
+    wide_depth: int = 1
+    warps: int = 4
+    programs: int = 1056
+    min_blocks: int = 2
+
+    @staticmethod
+    def default(head_dim: int, device: torch.device) -> Tuning:
+        if device.type != "cuda":
+            return Tuning(block_n=16, programs=8)
+        programs = 8 * torch.cuda.get_device_properties(device).multi_processor_count
+        return Tuning(block_n=64 if head_dim <= 128 else 32, programs=programs)
+
+
+@dataclass(slots=True)
+class TritonPlan:
+    batch: AttentionBatch
+    layer_scores: Tensor  # float32 [score layers, max rows, max_len]
+    score_index: dict[int, int]  # layer -> its place in layer_scores
+    reads: Tensor  # int32 [L, max rows]
+    score_layers: frozenset[int]
+    layers_run: list[int] = field(default_factory=list)
+
+    @property
+    def scores(self) -> Mapping[int, Tensor]:
+        """As `AttentionPlan.scores`; views of the backend's buffers, valid until its next plan, max_len wide."""
+        rows = self.batch.scored_rows
+        if not rows:
+            return {}
+        drafts = any(self.batch.kinds[row] == RowKind.DRAFT for row in rows)
+        result = {}
+        for layer in self.layers_run:
+            if layer in self.score_index and (drafts or layer in self.score_layers):
+                whole = self.layer_scores[self.score_index[layer]]
+                if rows == tuple(range(rows[0], rows[0] + len(rows))):
+                    result[layer] = whole[rows[0] : rows[0] + len(rows)]
+                else:
+                    result[layer] = whole[torch.tensor(rows, device=whole.device)]
+        return result
+
+    @property
+    def kv_tokens_read(self) -> dict[RowKind, int]:
+        """As `AttentionPlan.kv_tokens_read`. Waits for the device."""
+        reads: dict[RowKind, int] = defaultdict(int)
+        per_row = self.reads[self.layers_run, : len(self.batch.kinds)].sum(0).tolist()
+        for kind, count in zip(self.batch.kinds, per_row, strict=True):
+            reads[kind] += count
+        return reads
+
+
+class TritonBackend:
+    """Attention by Triton kernels over `pool`; every buffer is made here, so that `plan` and `run` can be captured in a graph.
+
+    num_heads: query heads. scale: of the logits, 1/sqrt(D) for most models. windows: sliding window of each layer or None.
+    refresh_layers: where sparse rows read everything and are scored. score_layers: where dense rows are scored.
+    max_tokens, max_rows: of a step. max_len: longest request, in tokens. max_scored_tokens: tokens with score weight in a
+    step, 2 a row if not given; a prefill row counts whole in the check of `plan`. key_scale, value_scale: of an fp8 (e4m3)
+    cache. deterministic: every tile computed by the same instructions and split at fixed positions, so that a token's result
+    has the same bits whatever shares its row or its step. `plan` writes buffers that `run` reads: one step at a time.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        num_heads: int,
+        scale: float,
+        windows: Sequence[int | None],
+        max_tokens: int,
+        max_rows: int,
+        max_len: int,
+        refresh_layers: Sequence[int] = (),
+        score_layers: Sequence[int] = (),
+        max_scored_tokens: int | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+        deterministic: bool = False,
+        tuning: Tuning | None = None,
+    ) -> None:
+        keys = pool.k[0]
+        device = keys.device
+        self.pool = pool
+        self.kv_heads, _, self.head_dim = keys.shape
+        if num_heads % self.kv_heads or not 1 <= num_heads // self.kv_heads <= 16:
+            raise UserError(f"{num_heads} query heads over {self.kv_heads} KV heads: the group must be 1 to 16")
+        if device.type == "cuda" and self.head_dim not in HEAD_DIMS:
+            raise UserError(f"head size {self.head_dim}: the Triton kernels do {HEAD_DIMS}")
+        if pool.page_size not in PAGE_SIZES:
+            raise UserError(f"page size {pool.page_size}: the Triton kernels do {PAGE_SIZES}", "block_size")
+        self.num_heads, self.group = num_heads, num_heads // self.kv_heads
+        self.windows = tuple(0 if window is None else window for window in windows)
+        self.max_tokens, self.max_rows, self.max_len = max_tokens, max_rows, max_len
+        self.refresh_layers, self.score_layers = frozenset(refresh_layers), frozenset(score_layers)
+        self.key_scale, self.value_scale = key_scale, value_scale
+        self.scale = scale
+        self.tuning = tuning or Tuning.default(self.head_dim, device)
+        self.deterministic = deterministic
+        self.rows = TILE_ROWS if deterministic else WIDE_ROWS
+        block_n = self.tuning.block_n
+        split = max(1024, -(-max_len // 16))
+        self.fixed_blocks = -(-split // block_n) if deterministic else 0
+        self.target = max(1, self.tuning.programs // self.kv_heads)
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        layers = len(self.windows)
+        max_tiles, max_pieces = self.bounds(max_tokens, max_rows)
+        self.window_table = torch.tensor(self.windows, dtype=torch.int32, device=device)
+        self.refresh_table = ints(layers)
+        self.refresh_table[sorted(self.refresh_layers)] = 1
+        self.score_table = ints(layers)
+        self.score_table[sorted(self.score_layers)] = 1
+        self.token_row, self.token_entry = ints(max_tokens), ints(max_tokens)
+        self.token_place = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.row_entries = ints(max_rows, 2)
+        self.pieces, self.num_pieces = ints(layers, max_pieces, int(PIECE_FIELDS.value)), ints(layers)
+        self.tiles, self.row_tiles = ints(layers, max_tiles, 2), ints(layers, max_rows, 2)
+        self.reads, self.score_ends = ints(layers, max_rows), ints(layers, max_rows, 2)
+        parts = max_pieces * self.kv_heads
+        self.part_acc = torch.empty(parts, self.rows, self.head_dim, dtype=torch.float32, device=device)
+        self.part_max = torch.empty(parts, self.rows, dtype=torch.float32, device=device)
+        self.part_sum = torch.empty(parts, self.rows, dtype=torch.float32, device=device)
+        self.lse = torch.zeros(max_tokens, num_heads, dtype=torch.float32, device=device)
+
+        scored = sorted(self.refresh_layers | self.score_layers)
+        self.score_index = {layer: i for i, layer in enumerate(scored)}
+        self.max_entries = (2 * max_rows if max_scored_tokens is None else max_scored_tokens) if scored else 1
+        self.score_blocks = -(-max_len // block_n) if scored else 1
+        self.score_len = self.score_blocks * block_n
+        self.entry_token = ints(self.max_entries)
+        entry_lines = (self.max_entries, num_heads)
+        self.score_p = torch.empty(*entry_lines, self.score_len, dtype=torch.float16, device=device)
+        self.score_max = torch.empty(*entry_lines, self.score_blocks, dtype=torch.float32, device=device)
+        self.layer_scores = torch.zeros(len(scored), max_rows, max_len, dtype=torch.float32, device=device)
+
+    def bounds(self, num_tokens: int, num_rows: int) -> tuple[int, int]:
+        """Most tiles, and most pieces for one KV head, that so many tokens in so many rows can make."""
+        tiles = min(num_tokens, num_rows + num_tokens // (TILE_ROWS // self.group))
+        if self.fixed_blocks:
+            return tiles, tiles * -(-self.max_len // (self.fixed_blocks * self.tuning.block_n))
+        return tiles, tiles + self.target
+
+    def plan(self, batch: AttentionBatch) -> TritonPlan:
+        """Make the work lists of every layer on the device. Two launches."""
+        num_tokens, num_rows = batch.positions.shape[0], batch.slots.shape[0]
+        if num_tokens > self.max_tokens or num_rows > self.max_rows:
+            raise UserError(
+                f"a step of {num_tokens} tokens in {num_rows} rows: this backend was made for {self.max_tokens} in {self.max_rows}"
+            )
+        weighted = sum(
+            batch.num_tokens[row] if batch.kinds[row] == RowKind.PREFILL else min(2, batch.num_tokens[row])
+            for row in batch.scored_rows
+        )
+        if self.score_index and weighted > self.max_entries:
+            raise UserError(f"{weighted} scored tokens in a step, at most {self.max_entries}", "max_scored_tokens")
+        block_r = triton.next_power_of_2(max(16, self.max_rows))
+        token_kernel[(1,)](
+            batch.row_offsets, batch.slots, batch.positions, batch.score_weights, batch.page_table,
+            self.token_row, self.token_place, self.token_entry, self.entry_token, self.row_entries,
+            num_rows, num_tokens, self.max_entries, batch.page_table.stride(0),
+            PAGE=self.pool.page_size, BLOCK_T=max(16, 8192 // block_r), BLOCK_R=block_r, num_warps=8,
+        )  # fmt: skip
+        work_kernel[(len(self.windows),)](
+            batch.row_offsets, batch.slots, batch.starts, batch.sparse, self.row_entries,
+            batch.set_lengths, batch.tail_starts, self.window_table, self.refresh_table, self.score_table,
+            self.pieces, self.num_pieces, self.tiles, self.row_tiles, self.reads, self.score_ends,
+            num_rows, self.max_rows, self.pieces.shape[1], self.tiles.shape[1], batch.set_lengths.stride(0), self.target,
+            GROUP=self.group, BLOCK_N=self.tuning.block_n, MAX_PACKED=self.rows, FIXED_BLOCKS=self.fixed_blocks,
+            MIN_BLOCKS=self.tuning.min_blocks, BLOCK_R=block_r, num_warps=1 if block_r <= 64 else 4,
+        )  # fmt: skip
+        return TritonPlan(batch, self.layer_scores, self.score_index, self.reads, self.score_layers)
+
+    def run(self, plan: TritonPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `Backend.run`. q, k and v may be strided views (of one qkv matrix, say), contiguous in D."""
+        self.store(layer, k, v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend(plan, layer, q, out)
+        plan.layers_run.append(layer)
+        return out
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        keys, values = self.pool.k[layer], self.pool.v[layer]
+        store_kernel[(k.shape[0],)](
+            k, v, keys, values, self.token_place,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+            1.0 / self.key_scale, 1.0 / self.value_scale,
+            KV_HEADS=self.kv_heads, H_PAD=triton.next_power_of_2(self.kv_heads),
+            D=self.head_dim, D_PAD=triton.next_power_of_2(self.head_dim),
+        )  # fmt: skip
+
+    def attend(self, plan: TritonPlan, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attention alone, K and V being in the cache: the kernel, its combination, and the scores where they are wanted."""
+        batch = plan.batch
+        num_tokens, num_rows = q.shape[0], batch.slots.shape[0]
+        if num_tokens == 0:
+            return
+        keys, values = self.pool.k[layer], self.pool.v[layer]
+        _, max_pieces = self.bounds(num_tokens, num_rows)
+        dim_pad = triton.next_power_of_2(self.head_dim)
+        scored = layer in self.score_index and bool(batch.scored_rows)
+        attend_kernel[(max_pieces * self.kv_heads,)](
+            q, keys, values, out, self.lse, self.part_acc, self.part_max, self.part_sum,
+            self.pieces[layer], self.num_pieces[layer : layer + 1], batch.page_table, batch.sets[layer],
+            self.token_entry, self.score_p, self.score_max,
+            self.num_heads, batch.page_table.stride(0), batch.sets.stride(1),
+            q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+            out.stride(0), out.stride(1), self.score_len, self.score_blocks,
+            self.scale * LOG2_E * self.key_scale, self.value_scale,
+            KV_HEADS=self.kv_heads, GROUP=self.group, D=self.head_dim, D_PAD=dim_pad, PAGE=self.pool.page_size,
+            BLOCK_N=self.tuning.block_n, WINDOW=self.windows[layer], SCORED=scored, ROWS=self.rows,
+            MIN_ROWS=TILE_ROWS if self.deterministic else 16, 
+            NARROW_DEPTH=self.tuning.narrow_depth, WIDE_DEPTH=self.tuning.wide_depth, num_warps=self.tuning.warps,
+        )  # fmt: skip
+        group_pad = triton.next_power_of_2(self.group)
+        combine_kernel[(num_tokens, self.kv_heads)](
+            self.part_acc, self.part_max, self.part_sum, batch.row_offsets, self.token_row,
+            self.tiles[layer], self.row_tiles[layer], out, self.lse,
+            num_rows, self.num_heads, out.stride(0), out.stride(1), self.value_scale,
+            KV_HEADS=self.kv_heads, GROUP=self.group, G_PAD=group_pad, D=self.head_dim, D_PAD=dim_pad, ROWS=self.rows,
+            AT_ONCE=min(8, max(1, 4096 // (group_pad * dim_pad))), num_warps=4,
+        )  # fmt: skip
+        if scored:
+            block_n = self.tuning.block_n
+            blocks = max(1, 1024 // block_n)
+            scores_kernel[(triton.cdiv(self.max_len, blocks * block_n), num_rows)](
+                self.score_p, self.score_max, self.lse, batch.score_weights, batch.positions,
+                self.entry_token, self.row_entries, self.score_ends[layer], self.layer_scores[self.score_index[layer]],
+                self.num_heads, self.max_len, self.score_len, self.score_blocks,
+                BLOCK_N=block_n, BLOCKS=blocks, WINDOW=self.windows[layer],
+                HEADS_AT_ONCE=min(8, triton.next_power_of_2(self.num_heads)), num_warps=4,
+            )  # fmt: skip

@@ -1,0 +1,48 @@
+"""K and V of the step's tokens written into the paged cache."""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_kernel(
+    k,  # [T, KV heads, D]
+    v,
+    k_cache,  # out [KV heads, places, D], strided, D contiguous
+    v_cache,
+    token_place,  # int64 [T], -1 for padding
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    kc_stride_h,
+    kc_stride,
+    vc_stride_h,
+    vc_stride,
+    k_factor,  # 1 / scale of the cache
+    v_factor,
+    KV_HEADS: tl.constexpr,
+    H_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    """Grid (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.load(token_place + token)
+    if place < 0:
+        return
+    h = tl.arange(0, H_PAD)[:, None]
+    d = tl.arange(0, D_PAD)[None, :]
+    mask = (h < KV_HEADS) & (d < D)
+    key = tl.load(k + token * k_stride_t + h * k_stride_h + d, mask=mask)
+    value = tl.load(v + token * v_stride_t + h * v_stride_h + d, mask=mask)
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        # e4m3 has no infinity: 448 is its largest value, and anything beyond would become NaN.
+        key = tl.clamp(key.to(tl.float32) * k_factor, -448.0, 448.0)
+        value = tl.clamp(value.to(tl.float32) * v_factor, -448.0, 448.0)
+    far = h.to(tl.int64)
+    tl.store(k_cache + far * kc_stride_h + place * kc_stride + d, key.to(k_cache.dtype.element_ty), mask=mask)
+    tl.store(v_cache + far * vc_stride_h + place * vc_stride + d, value.to(v_cache.dtype.element_ty), mask=mask)

@@ -1,0 +1,185 @@
+"""Work lists of the attention kernel, made on the device: which program reads which keys for which tokens.
+
+A *tile* is the tokens of one row whose packed query heads (tokens × group) one program holds. A *piece* is a stretch of a
+tile's key/value indices. Index i of a row is the position `sets[i]` below the row's `list_len`, else `base + i`: a list, then a
+range. A dense row has no list. Pieces are the same for every KV head, so lists name them once.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PIECE_FIELDS = tl.constexpr(16)  # int32 each, 64 bytes: see the stores in `work_kernel`
+
+
+@triton.jit
+def token_kernel(
+    row_offsets,  # int32 [R + 1]
+    slots,  # int32 [R]
+    positions,  # int64 [T]
+    weights,  # float32 [T]
+    page_table,  # int32 [S, max pages]
+    token_row,  # out int32 [T]: the token's row, R for padding
+    token_place,  # out int64 [T]: where in the cache its K/V lie, -1 for padding
+    token_entry,  # out int32 [T]: which scored token it is, -1 for none
+    entry_token,  # out int32 [E]
+    row_entries,  # out int32 [R, 2]: where each row's scored tokens begin and end
+    num_rows,
+    num_tokens,
+    max_entries,
+    table_stride,
+    PAGE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One program: facts of tokens that no layer changes."""
+    r = tl.arange(0, BLOCK_R)
+    ends = tl.load(row_offsets + 1 + r, mask=r < num_rows, other=2147483647)
+    total = tl.load(row_offsets + num_rows)
+    seen = 0
+    for first in range(0, num_tokens, BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        inside = t < num_tokens
+        row = tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
+        live = inside & (t < total)
+        slot = tl.load(slots + row, mask=live, other=0).to(tl.int64)
+        position = tl.load(positions + t, mask=live, other=0)
+        page = tl.load(page_table + slot * table_stride + position // PAGE, mask=live, other=0).to(tl.int64)
+        tl.store(token_row + t, tl.where(live, row, num_rows), mask=inside)
+        tl.store(token_place + t, tl.where(live, page * PAGE + position % PAGE, -1), mask=inside)
+        scored = live & (tl.load(weights + t, mask=live, other=0.0) != 0.0)
+        entry = seen + tl.cumsum(scored.to(tl.int32), 0) - scored.to(tl.int32)
+        scored = scored & (entry < max_entries)
+        tl.store(token_entry + t, tl.where(scored, entry, -1), mask=inside)
+        tl.store(entry_token + entry, t, mask=scored)
+        begins = tl.load(row_offsets + row, mask=live, other=-1) == t
+        tl.store(row_entries + row * 2, tl.minimum(entry, max_entries), mask=live & begins)
+        closes = tl.load(row_offsets + row + 1, mask=live, other=-1) == t + 1
+        tl.store(row_entries + row * 2 + 1, tl.minimum(entry + scored.to(tl.int32), max_entries), mask=live & closes)
+        seen += tl.sum(scored.to(tl.int32), 0)
+    empty = (r < num_rows) & (tl.load(row_offsets + r, mask=r < num_rows, other=0) == ends)
+    tl.store(row_entries + r * 2, 0, mask=empty)
+    tl.store(row_entries + r * 2 + 1, 0, mask=empty)
+
+
+@triton.jit
+def _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, ALIGN: tl.constexpr):
+    """Tile j of every row: its first token, its token count, base, and the end of its key/value indices."""
+    first = j * tile_tokens
+    count = tl.where(j < num_tiles, tl.minimum(tile_tokens, n - first), 0)
+    low = tl.maximum(start + first - window + 1, 0) // ALIGN * ALIGN
+    base = tl.where(is_sparse, base0, tl.where(window > 0, low, 0))
+    end = tl.where(count > 0, start + first + count - base, 0)
+    return first, count, base, end
+
+
+@triton.jit
+def work_kernel(
+    row_offsets,  # int32 [R + 1]
+    slots,  # int32 [R]
+    starts,  # int32 [R]
+    sparse,  # bool [R]
+    row_entries,  # int32 [R, 2]
+    set_lengths,  # int32 [L, S]
+    tail_starts,  # int32 [S]
+    windows,  # int32 [L]: 0 for none
+    refresh,  # int32 [L]
+    score,  # int32 [L]: whether dense rows leave scores here
+    pieces,  # out int32 [L, max pieces, 16]
+    num_pieces,  # out int32 [L]
+    tiles,  # out int32 [L, max tiles, 2]: first piece, number of pieces
+    row_tiles,  # out int32 [L, max rows, 2]: first tile, tokens a tile
+    reads,  # out int32 [L, max rows]: KV tokens the row reads
+    score_ends,  # int32 [L, max rows, 2]: positions scored now, and the last time (so that only those are cleared)
+    num_rows,
+    max_rows,
+    max_pieces,
+    max_tiles,
+    set_lengths_stride,
+    target,  # pieces to aim at, per KV head
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_PACKED: tl.constexpr,  # most packed rows of one tile
+    FIXED_BLOCKS: tl.constexpr,  # blocks of a piece, whatever the batch; 0: balance over `target`
+    MIN_BLOCKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One program a layer."""
+    layer = tl.program_id(0).to(tl.int64)
+    r = tl.arange(0, BLOCK_R)
+    live = r < num_rows
+    offset = tl.load(row_offsets + r, mask=live, other=0)
+    n = tl.load(row_offsets + r + 1, mask=live, other=0) - offset
+    slot = tl.load(slots + r, mask=live, other=0)
+    start = tl.load(starts + r, mask=live, other=0)
+    window = tl.load(windows + layer)
+    refreshes = tl.load(refresh + layer)
+    scores_dense = tl.load(score + layer)
+    marked = tl.load(sparse + r, mask=live, other=0).to(tl.int32)
+    is_sparse = marked * ((refreshes == 0) & (window == 0)).to(tl.int32) != 0
+    list_len = tl.load(set_lengths + layer * set_lengths_stride + slot, mask=live & is_sparse, other=0)
+    base0 = tl.load(tail_starts + slot, mask=live & is_sparse, other=0) - list_len
+
+    per_tile = 64 // GROUP
+    most = tl.where(is_sparse, per_tile, MAX_PACKED // GROUP)
+    one = n <= most
+    tile_tokens = tl.where(one, tl.maximum(n, 1), per_tile)
+    num_tiles = tl.where(one, (n > 0).to(tl.int32), (n + per_tile - 1) // per_tile)
+    tile0 = tl.cumsum(num_tiles, 0) - num_tiles
+    tl.store(row_tiles + (layer * max_rows + r) * 2, tile0, mask=live)
+    tl.store(row_tiles + (layer * max_rows + r) * 2 + 1, tile_tokens, mask=live)
+
+    low = tl.where(is_sparse, base0, tl.where(window > 0, tl.maximum(start - window + 1, 0), 0))
+    tl.store(reads + layer * max_rows + r, tl.where(n > 0, start + n - low, 0), mask=live)
+    entries = tl.load(row_entries + r * 2 + 1, mask=live, other=0) - tl.load(row_entries + r * 2, mask=live, other=0)
+    leaves = (entries > 0) & (n > 0) & (tl.where(marked != 0, refreshes, scores_dense) != 0)
+    ends = score_ends + (layer * max_rows + r) * 2
+    every = r < max_rows
+    tl.store(ends + 1, tl.load(ends, mask=every, other=0), mask=every)
+    tl.store(ends, tl.where(leaves, start + n, 0), mask=every)
+
+    most_tiles = tl.max(num_tiles, 0)
+    if FIXED_BLOCKS == 0:
+        total = 0
+        for j in range(most_tiles):
+            _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
+            total += tl.sum((end + BLOCK_N - 1) // BLOCK_N, 0)
+        chunk = tl.maximum((total + target - 1) // target, MIN_BLOCKS)
+    else:
+        chunk = FIXED_BLOCKS
+    row_pieces = tl.zeros([BLOCK_R], tl.int32)
+    for j in range(most_tiles):
+        _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
+        row_pieces += ((end + BLOCK_N - 1) // BLOCK_N + chunk - 1) // chunk
+    piece = tl.cumsum(row_pieces, 0) - row_pieces
+    tl.store(num_pieces + layer, tl.sum(row_pieces, 0))
+    for j in range(most_tiles):
+        first, count, base, end = _tile(
+            j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N
+        )
+        blocks = (end + BLOCK_N - 1) // BLOCK_N
+        k = (blocks + chunk - 1) // chunk
+        if FIXED_BLOCKS == 0:
+            size = (blocks + tl.maximum(k, 1) - 1) // tl.maximum(k, 1) * BLOCK_N
+        else:
+            size = tl.full([BLOCK_R], FIXED_BLOCKS * BLOCK_N, tl.int32)
+        tile = tiles + (layer * max_tiles + tile0 + j) * 2
+        tl.store(tile, piece, mask=count > 0)
+        tl.store(tile + 1, k, mask=count > 0)
+        for p in range(tl.max(k, 0)):
+            at = pieces + (layer * max_pieces + piece + p) * PIECE_FIELDS
+            mine = (p < k) & (count > 0)
+            tl.store(at, offset + first, mask=mine)  # index in the batch of the tile's first token
+            tl.store(at + 1, count, mask=mine)  # tokens of the tile
+            tl.store(at + 2, slot, mask=mine)
+            tl.store(at + 3, start + first, mask=mine)  # position of the first token
+            tl.store(at + 4, list_len, mask=mine)
+            tl.store(at + 5, base, mask=mine)
+            tl.store(at + 6, tl.minimum(p * size, end), mask=mine)  # first index
+            tl.store(at + 7, tl.minimum((p + 1) * size, end), mask=mine)  # past the last index
+            tl.store(at + 8, k, mask=mine)  # pieces of the tile
+            tl.store(at + 9, is_sparse.to(tl.int32), mask=mine)
+            tl.store(at + 10, leaves.to(tl.int32), mask=mine)
+        piece += k

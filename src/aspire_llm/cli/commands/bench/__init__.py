@@ -1,0 +1,1 @@
+"""Measure speed, acceptance and equality of outputs."""

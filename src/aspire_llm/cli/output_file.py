@@ -1,0 +1,70 @@
+"""An output file that appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from aspire_llm.errors import UserError
+
+
+class OutputFile:
+    """`with OutputFile(path, "--json") as out: …; out.write_json(value)`.
+
+    Entering finds out whether the path can be written, before any work is done; the file is written beside it and renamed
+    at the end. An exception inside leaves nothing behind, and an existing file as it was. With path None it does nothing.
+    Devices (/dev/stdout) are written directly. Raises UserError naming the option and the path.
+    """
+
+    def __init__(self, path: str | None, option: str) -> None:
+        self._path = Path(path) if path is not None else None
+        self._option = option
+        self._unfinished: Path | None = None
+
+    def __enter__(self) -> Self:
+        if self._path is None:
+            return self
+        if self._path.is_dir():
+            raise UserError(f"{self._option} {self._path}: is a folder; a file name is needed")
+        if self._path.exists() and not self._path.is_file():  # a device or pipe
+            return self
+        if self._path.exists() and not os.access(self._path, os.W_OK):
+            raise UserError(f"{self._option} {self._path}: cannot be written: Permission denied")
+        try:
+            handle, name = tempfile.mkstemp(prefix=f".{self._path.name}-", dir=self._path.parent)
+        except OSError as error:
+            raise UserError(f"{self._option} {self._path}: cannot be written: {error.strerror}") from None
+        os.close(handle)
+        self._unfinished = Path(name)
+        return self
+
+    def write_json(self, value: Any) -> None:
+        self.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def write(self, text: str) -> None:
+        if self._path is None:
+            return
+        try:
+            if self._unfinished is None:
+                self._path.write_text(text, encoding="utf-8")
+                return
+            self._unfinished.write_text(text, encoding="utf-8")
+            self._unfinished.chmod(0o666 & ~_umask())
+            self._unfinished.replace(self._path)
+        except OSError as error:
+            raise UserError(f"{self._option} {self._path}: cannot be written: {error.strerror}") from None
+        self._unfinished = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._unfinished is not None:
+            self._unfinished.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

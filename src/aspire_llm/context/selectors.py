@@ -1,0 +1,232 @@
+"""Selectors: what a DRAFT row may read. One protocol, four choices (see `make_selector`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aspire_llm.context.ranking import best_unforced, forced_counts, top_positions, union
+from aspire_llm.context.state import ContextState
+from aspire_llm.errors import UserError
+from aspire_llm.request import RowKind
+
+Scores = Mapping[int, Tensor]  # layer -> [rows, positions]: mean attention probabilities, as the backend left them
+
+
+class Selector(Protocol):
+    """Renews the context sets of requests from attention scores.
+
+    The runner calls `renew` for requests that were just verified (or whose prompt just ended) and `refresh` for requests
+    that just drafted. Positions at or past `lengths` (the exact ones) never enter a set: the tail covers them.
+    """
+
+    @property
+    def score_layers(self) -> Sequence[int]:
+        """Layers where dense rows are scored."""
+        ...
+
+    @property
+    def refresh_layers(self) -> Sequence[int]:
+        """Layers where DRAFT rows read everything and are scored."""
+        ...
+
+    @property
+    def prompt_queries(self) -> int:
+        """How many of the prompt's last queries are scored."""
+        ...
+
+    def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
+        """Score weight of each token of a row; all 0 for a row that needs no scores."""
+        ...
+
+    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Tensor) -> None:
+        """slots int64 [R]; lengths int64 [R]: exact positions now; scores [R, P] a layer; prompt_ended bool [R]."""
+        ...
+
+    def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
+        """slots, lengths, scores as in `renew`, of requests that drafted one token."""
+        ...
+
+
+class WindowSelector:
+    """Sinks and the most recent positions (StreamingLLM; MagicDec's first variant). Needs no scores."""
+
+    score_layers: Sequence[int] = ()
+    refresh_layers: Sequence[int] = ()
+    prompt_queries = 0
+
+    def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
+        return [0.0] * num_tokens
+
+    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Tensor) -> None:
+        sinks, _ = forced_counts(state.budget)
+        places = torch.arange(state.budget, device=slots.device)
+        gap = (lengths - state.budget).clamp(min=0)  # positions left out between sinks and window
+        sets = places + gap[:, None] * (places >= sinks)
+        state.store(slots, sets[None], lengths.clamp(max=state.budget)[None])
+        state.tail_starts[slots] = lengths.to(torch.int32)
+
+    def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
+        pass
+
+
+class SnapKVSelector:
+    """Chosen once, when the prompt ends, from its last 32 queries: probabilities summed over queries, average-pooled over 5
+    positions, top-k (SnapKV, https://arxiv.org/abs/2404.14469; MagicDec's second variant). One list for all heads. Tokens
+    generated since are all in the tail."""
+
+    refresh_layers: Sequence[int] = ()
+    prompt_queries = 32
+    pooling = 5
+
+    def __init__(self, score_layers: Sequence[int]) -> None:
+        self.score_layers = tuple(score_layers)
+
+    def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
+        observed = min(self.prompt_queries, num_tokens) if kind is RowKind.PREFILL else 0
+        return [0.0] * (num_tokens - observed) + [1.0] * observed
+
+    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Tensor) -> None:
+        ended = prompt_ended.nonzero().flatten()
+        if ended.numel() == 0:
+            return
+        slots, lengths = slots[ended], lengths[ended]
+        sinks, recent = forced_counts(state.budget)
+        stacked = torch.stack([scores[layer][ended] for layer in self.score_layers])
+        pooled = F.avg_pool1d(stacked, self.pooling, stride=1, padding=self.pooling // 2)
+        sets, counts = top_positions(pooled, lengths.expand(pooled.shape[:2]), state.budget, sinks=sinks, recent=recent)
+        store_by_layer(state, slots, self.score_layers, sets, counts)
+        state.tail_starts[slots] = lengths.to(torch.int32)
+
+    def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
+        pass
+
+
+class VerifiedSelector:
+    """Per layer, the top-k of the attention probabilities of the last verification, mean over heads and over its first and
+    last query rows (Vegas). When the prompt ends, of its last query."""
+
+    refresh_layers: Sequence[int] = ()
+    prompt_queries = 1
+
+    def __init__(self, score_layers: Sequence[int]) -> None:
+        self.score_layers = tuple(score_layers)
+
+    def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
+        weights = [0.0] * num_tokens
+        if kind is RowKind.PREFILL or (kind is RowKind.VERIFY and num_tokens == 1):
+            weights[-1] = 1.0
+        elif kind is RowKind.VERIFY:
+            weights[0] = weights[-1] = 0.5
+        return weights
+
+    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Tensor) -> None:
+        sinks, recent = forced_counts(state.budget)
+        stacked = torch.stack([scores[layer] for layer in self.score_layers])
+        sets, counts = top_positions(stacked, lengths.expand(stacked.shape[:2]), state.budget, sinks=sinks, recent=recent)
+        store_by_layer(state, slots, self.score_layers, sets, counts)
+        state.tail_starts[slots] = lengths.to(torch.int32)
+
+    def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
+        pass
+
+
+class RefreshedSelector(VerifiedSelector):
+    """Part of the budget per layer from the last verification, as `VerifiedSelector`; the rest renewed at every draft step
+    by the refresh layers: top-k of the draft token's own attention there, used by every layer (by the nearest refresh layer
+    where there are several). A position in both parts counts once.
+
+    A verification re-derives both parts from itself: drafts after a rejected one looked elsewhere.
+    """
+
+    def __init__(
+        self,
+        score_layers: Sequence[int],
+        refresh_layers: Sequence[int],
+        num_slots: int,
+        budget: int,
+        verified_share: float,
+        device: torch.device,
+    ) -> None:
+        super().__init__(score_layers)
+        self.refresh_layers = tuple(refresh_layers)
+        self.num_verified = min(budget, max(1, round(budget * verified_share)))
+        self.num_refreshed = budget - self.num_verified
+        # which refresh layer serves each score layer; the later one on a tie, since it has seen more
+        nearest = [
+            min(range(len(refresh_layers)), key=lambda i: (abs(refresh_layers[i] - layer), -i)) for layer in score_layers
+        ]
+        self._served_by = torch.tensor(nearest, device=device)
+        self._verified = torch.zeros(len(score_layers), num_slots, self.num_verified, dtype=torch.int32, device=device)
+        self._verified_counts = torch.zeros(len(score_layers), num_slots, dtype=torch.int64, device=device)
+
+    def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
+        if kind is RowKind.DRAFT:
+            return [0.0] * (num_tokens - 1) + [1.0]
+        return super().query_weights(kind, num_tokens)
+
+    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Tensor) -> None:
+        sinks, recent = forced_counts(self.num_verified)
+        stacked = torch.stack([scores[layer] for layer in self.score_layers])
+        sets, counts = top_positions(
+            stacked, lengths.expand(stacked.shape[:2]), self.num_verified, sinks=sinks, recent=recent
+        )
+        self._verified[:, slots, : sets.shape[2]] = sets.to(torch.int32)
+        self._verified_counts[:, slots] = counts
+        state.tail_starts[slots] = lengths.to(torch.int32)
+        self.refresh(state, slots, lengths, scores)
+
+    def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
+        sinks, recent = forced_counts(self.num_verified)  # already in the verified part
+        by_layer = torch.stack([scores[layer] for layer in self.refresh_layers])
+        best, counts = best_unforced(
+            by_layer, lengths.expand(by_layer.shape[:2]), self.num_refreshed, sinks=sinks, recent=recent
+        )
+        verified, verified_counts = self._verified[:, slots], self._verified_counts[:, slots]
+        sets, set_counts = union(verified, verified_counts, best[self._served_by], counts[self._served_by])
+        store_by_layer(state, slots, self.score_layers, sets, set_counts)
+
+
+def store_by_layer(state: ContextState, slots: Tensor, layers: Sequence[int], sets: Tensor, lengths: Tensor) -> None:
+    """sets [len(layers), R, ≤ budget] into the rows of `layers`; the other layers read a sliding window and need none."""
+    if len(layers) == state.sets.shape[0]:
+        state.store(slots, sets, lengths)
+        return
+    at = torch.tensor(layers, device=slots.device)[:, None]
+    state.sets[at, slots[None, :], : sets.shape[2]] = sets.to(torch.int32)
+    state.set_lengths[at, slots[None, :]] = lengths.to(torch.int32)
+
+
+def make_selector(
+    name: str,
+    *,
+    windows: Sequence[int | None],
+    refresh_layers: Sequence[int] | None,
+    num_slots: int,
+    budget: int,
+    verified_share: float,
+    device: torch.device,
+) -> Selector:
+    """windows: the model's sliding window by layer. refresh_layers: None for the penultimate full-attention layer."""
+    full = [layer for layer, window in enumerate(windows) if window is None]
+    if name == "window" or not full:  # with sliding windows everywhere nothing can be sparsified
+        return WindowSelector()
+    if name == "snapkv":
+        return SnapKVSelector(full)
+    if name == "verified":
+        return VerifiedSelector(full)
+    if name == "refreshed":
+        if refresh_layers is None:
+            refresh_layers = [full[max(0, len(full) - 2)]]
+        for layer in refresh_layers:
+            if layer not in full:
+                raise UserError(
+                    f"refresh layer {layer} is not a full-attention layer; the model has {len(windows)} layers, numbered from 0",
+                    "refresh_layers",
+                )
+        return RefreshedSelector(full, sorted(set(refresh_layers)), num_slots, budget, verified_share, device)
+    raise UserError(f"context {name!r} is unknown; known: window, snapkv, verified, refreshed", "context")

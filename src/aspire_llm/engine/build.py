@@ -1,0 +1,227 @@
+"""Puts an engine together: every open choice of an EngineConfig settled once, against the model and the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from aspire_llm.attention.reference import ReferenceBackend
+from aspire_llm.cache.pages import PageAllocator
+from aspire_llm.cache.pool import KVPool
+from aspire_llm.config import EngineConfig
+from aspire_llm.context.selectors import Selector, make_selector
+from aspire_llm.context.state import ContextState
+from aspire_llm.engine.calibrate import prior_cost
+from aspire_llm.engine.engine import Engine
+from aspire_llm.engine.runner import Runner
+from aspire_llm.errors import UserError
+from aspire_llm.models.config import DecoderConfig
+from aspire_llm.models.decoder import Decoder
+from aspire_llm.models.load import LoadedModel, load_model
+from aspire_llm.policy.base import Policy
+from aspire_llm.policy.cost import ReadModel
+from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
+from aspire_llm.sampling.sampler import Sampler
+from aspire_llm.scheduler.scheduler import Limits, Scheduler
+
+CPU_CACHE_SHARE = 0.4  # of the free memory, when kv_cache_memory is not given
+DEFAULT_BUDGET = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The KV cache: which pages are whose, and the tensors. Engines of the same model may share one, one at a time."""
+
+    pages: PageAllocator
+    pool: KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What an EngineConfig means on this machine, for this model."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    num_pages: int
+    limits: Limits
+    context: str | None
+    policy: str
+    draft_tokens: int
+    budget: int
+    refresh_layers: tuple[int, ...] | None
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device {name!r} is unknown; allowed: auto, cpu, cuda, cuda:N", "device") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {name!r} is not supported; allowed: auto, cpu, cuda, cuda:N", "device")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise UserError(f"device {name!r} is not there; this machine has {torch.cuda.device_count()} GPUs", "device")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def load(config: EngineConfig) -> LoadedModel:
+    device = choose_device(config.device)
+    return load_model(
+        config.model,
+        dtype=choose_dtype(config.dtype, device),
+        device=device,
+        tokenizer=config.tokenizer,
+        load_format=config.load_format,
+    )
+
+
+def resolve(config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype, cache: Cache | None) -> Resolved:
+    """Raises UserError where an option does not fit the model or the machine's memory."""
+    preset = config.preset
+    context = config.context or preset.context
+    max_draft = config.max_draft_tokens if context is not None else 0
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise UserError(
+            f"max_model_len={max_model_len} is above the {model.max_position_embeddings} positions of this model", "max_model_len"
+        )
+    page_size = config.block_size
+    page_bytes = model.kv_bytes_per_token(dtype) * page_size
+    if cache is not None:
+        num_pages = cache.pages.num_pages
+    else:
+        num_pages = choose_num_pages(config, page_bytes, -(-max_model_len // page_size), device)
+    if num_pages * page_size < max_model_len:
+        if config.max_model_len is not None or num_pages < 1:
+            raise UserError(
+                f"one request of max_model_len={max_model_len} needs {gib(-(-max_model_len // page_size) * page_bytes)} of KV cache and "
+                f"{gib(num_pages * page_bytes)} are there; lower max_model_len or raise kv_cache_memory",
+                "max_model_len",
+            )
+        max_model_len = num_pages * page_size
+    tokens = config.max_num_batched_tokens or (512 if device.type == "cpu" else 2048)
+    limits = Limits(config.max_num_seqs, tokens, max_model_len, max_draft, min_last_chunk=32 if context == "snapkv" else 1)
+    return Resolved(
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        num_pages=num_pages,
+        limits=limits,
+        context=context,
+        policy=config.policy or preset.policy,
+        draft_tokens=min(config.draft_tokens or preset.draft_tokens, max_draft),
+        budget=config.budget or DEFAULT_BUDGET,
+        refresh_layers=config.refresh_layers,
+    )
+
+
+def choose_num_pages(config: EngineConfig, page_bytes: int, pages_per_request: int, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        available = max(0, int(free - total * (1 - config.gpu_memory_utilization)))
+        share, option = 1.0, "gpu_memory_utilization"
+    else:
+        available, share, option = psutil.virtual_memory().available, CPU_CACHE_SHARE, "kv_cache_memory"
+    if config.kv_cache_memory is not None:
+        if config.kv_cache_memory > available:
+            raise UserError(
+                f"kv_cache_memory={config.kv_cache_memory} needs {gib(config.kv_cache_memory)} and {gib(available)} are free; "
+                "lower kv_cache_memory",
+                "kv_cache_memory",
+            )
+        if config.kv_cache_memory < page_bytes:
+            raise UserError(
+                f"kv_cache_memory={config.kv_cache_memory} is less than one page of {page_bytes} bytes; raise it or lower block_size",
+                "kv_cache_memory",
+            )
+        return config.kv_cache_memory // page_bytes
+    wanted = config.max_num_seqs * pages_per_request
+    affordable = int(available * share) // page_bytes
+    if affordable < 1:
+        raise UserError(f"a page of KV cache needs {gib(page_bytes)} and {gib(available)} are free; lower block_size", option)
+    return min(wanted, affordable)
+
+
+def build_engine(config: EngineConfig, model: LoadedModel, cache: Cache | None = None, *, policy: Policy | None = None) -> Engine:
+    """An engine for a loaded model. `cache`: an idle engine's, to share its pool and cached prefixes; `policy`: instead of
+    the config's (a hindsight policy, say, that is told the continuation)."""
+    shape = model.config
+    decoder = model.decoder
+    resolved = resolve(config, shape, decoder.device, decoder.dtype, cache)
+    if cache is None:
+        cache = make_cache(config, model, resolved)
+    selector: Selector | None = None
+    if resolved.context is not None:
+        selector = make_selector(
+            resolved.context,
+            windows=shape.windows,
+            refresh_layers=resolved.refresh_layers,
+            num_slots=config.max_num_seqs,
+            budget=resolved.budget,
+            verified_share=0.5,
+            device=resolved.device,
+        )
+    backend = ReferenceBackend(
+        cache.pool,
+        num_heads=shape.num_heads,
+        scale=shape.attention_scale,
+        windows=shape.windows,
+        refresh_layers=selector.refresh_layers if selector else (),
+        score_layers=selector.score_layers if selector else (),
+    )
+    runner = Runner(
+        decoder,
+        backend,
+        Sampler(
+            config.max_num_seqs,
+            shape.vocab_size,
+            resolved.device,
+            config.draft_sampling,
+            max_draft_tokens=config.max_draft_tokens,
+        ),
+        selector,
+        ContextState(shape.num_layers, config.max_num_seqs, resolved.budget if selector else 1, resolved.device),
+        num_slots=config.max_num_seqs,
+        max_model_len=resolved.max_model_len,
+        page_size=config.block_size,
+        device=resolved.device,
+    )
+    if policy is None:
+        policy = build_policy(resolved, decoder, selector)
+    return Engine(Scheduler(resolved.limits, cache.pages, policy), runner)
+
+
+def build_policy(resolved: Resolved, decoder: Decoder, selector: Selector | None) -> Policy:
+    shape = decoder.config
+    parameters = sum(p.numel() for p in decoder.parameters())
+    cost = prior_cost(shape, parameters, resolved.dtype, resolved.device)
+    reads = ReadModel(resolved.budget, shape.num_layers, len(selector.refresh_layers) if selector else 0)
+    takes, _ = POLICY_SETTINGS.get(resolved.policy, (frozenset(), frozenset()))
+    length = resolved.draft_tokens if "draft_length" in takes else None
+    return make_policy(resolved.policy, cost, reads, draft_length=length)
+
+
+def make_cache(config: EngineConfig, model: LoadedModel, resolved: Resolved) -> Cache:
+    shape = model.config
+    try:
+        pool = KVPool(
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, resolved.num_pages, config.block_size, resolved.dtype, resolved.device
+        )
+    except (RuntimeError, MemoryError):
+        needed = shape.kv_bytes_per_token(resolved.dtype) * config.block_size * resolved.num_pages
+        raise UserError(f"KV cache of {gib(needed)} cannot be allocated; lower kv_cache_memory", "kv_cache_memory") from None
+    return Cache(PageAllocator(resolved.num_pages, config.block_size, config.enable_prefix_caching), pool)
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,67 @@
+"""The engine loop: plan, run, apply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aspire_llm.engine.runner import Runner
+from aspire_llm.request import Request
+from aspire_llm.scheduler.plan import StepPlan, StepResult
+from aspire_llm.scheduler.scheduler import Progress, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one call of `Engine.step` did. Before the first result of a late engine there is none."""
+
+    progress: list[Progress]
+    plan: StepPlan | None = None
+    result: StepResult | None = None
+
+
+class Engine:
+    """Owns a scheduler and a runner, and no state of its own but the steps in flight.
+
+    `late` results are applied one step after they were made, as on a device that runs a step while the next one is
+    planned; tokens are the same.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, late: bool = False) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._late = late
+        self._in_flight: list[tuple[StepPlan, StepResult | Exception]] = []
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises UserError if it can never run; nothing is queued then."""
+        self.runner.sampler.validate(request.params)
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.abort(request)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> Step:
+        """One forward pass over every request that has something to do."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._in_flight.append((plan, self._run(plan)))
+        if not self._in_flight or (self._late and plan is not None and len(self._in_flight) < 2):
+            return Step([])
+        done, result = self._in_flight.pop(0)
+        if isinstance(result, Exception):
+            return Step(self.scheduler.fail(done, f"{type(result).__name__}: {result}"), done)
+        return Step(self.scheduler.apply(done, result), done, result)
+
+    def _run(self, plan: StepPlan) -> StepResult | Exception:
+        try:
+            return self.runner.run(plan)
+        except (RuntimeError, MemoryError) as error:  # out of memory, say: its requests end, the engine goes on
+            return error
+
+    def check(self) -> None:
+        """Integrity of pages, slots and counters; AssertionError names what is wrong."""
+        self.scheduler.check()

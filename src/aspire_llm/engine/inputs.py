@@ -1,0 +1,98 @@
+"""From what a user gives (text, token ids, chat messages; parameters) to requests."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from aspire_llm.engine.text import StopAwareText
+from aspire_llm.errors import UserError
+from aspire_llm.request import Request, SamplingParams
+from aspire_llm.sampling.detokenize import TokenBytes
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …} as in vLLM
+Message = Mapping[str, Any]  # {"role": …, "content": …}
+
+
+class InputProcessor:
+    """Makes requests. tokenizer: a transformers tokenizer, or None for token ids only."""
+
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        default_seed: int,
+        keys: Iterator[int] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._default_seed = default_seed
+        self._table = TokenBytes(tokenizer) if tokenizer is not None else None
+        self._keys = keys if keys is not None else itertools.count()
+
+    def requests(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> list[Request]:
+        """One request for each of `params.n` continuations. Raises UserError."""
+        token_ids = self.token_ids(prompt)
+        made = []
+        for index in range(params.n):
+            key = next(self._keys)
+            name = request_id if request_id is not None else str(key)
+            # continuations of one prompt differ in seed only; without a seed, requests differ by the engine's
+            base = params.seed if params.seed is not None else self._default_seed + 1_000_003 * (key + 1)
+            made.append(
+                Request(
+                    request_id=name if params.n == 1 else f"{name}-{index}",
+                    key=key,
+                    prompt_token_ids=token_ids,
+                    params=params,
+                    seed=base + index * 0x9E3779B9,
+                    arrival=time.monotonic(),
+                    eos_token_ids=self._eos_token_ids,
+                    stream=StopAwareText(self._table, params) if self._table is not None else None,
+                )
+            )
+        if self._table is None and params.stop:
+            raise UserError(f"stop={list(params.stop)} needs a tokenizer, and this model has none", "stop")
+        return made
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                prompt = prompt["prompt_token_ids"]
+            elif "prompt" in prompt:
+                prompt = prompt["prompt"]
+            else:
+                raise UserError(f"prompt has keys {sorted(prompt)}; 'prompt' or 'prompt_token_ids' is needed", "prompt")
+        if isinstance(prompt, str):
+            return self._encode(prompt, add_special_tokens=True)
+        token_ids = list(prompt)
+        if not token_ids:
+            raise UserError("prompt is empty; at least 1 token is needed", "prompt")
+        for token in token_ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
+                raise UserError(f"prompt token {token!r} is not in the vocabulary; ids from 0 to {self._vocab_size - 1} are", "prompt")
+        return token_ids
+
+    def chat_token_ids(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+        """Token ids of a conversation under the model's chat template, ready for the assistant's turn."""
+        if self.tokenizer is None or getattr(self.tokenizer, "chat_template", None) is None:
+            raise UserError("this model has no chat template; give the prompt as text or token ids", "messages")
+        if not messages:
+            raise UserError("messages is empty; at least 1 is needed", "messages")
+        for message in messages:
+            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+                raise UserError(f"message {message!r} must be a mapping with 'role' and 'content'", "messages")
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **template_options)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer; give prompts as token ids", "prompt")
+        token_ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        if not token_ids:
+            raise UserError("prompt is empty; at least 1 token is needed", "prompt")
+        return token_ids

@@ -1,0 +1,124 @@
+"""`LLM`: the engine as a Python object, with the names that vLLM users know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aspire_llm.config import EngineConfig, make_config
+from aspire_llm.engine.build import Cache, build_engine, load
+from aspire_llm.engine.engine import Engine, Step
+from aspire_llm.engine.inputs import InputProcessor, Message, Prompt
+from aspire_llm.engine.outputs import request_output
+from aspire_llm.errors import UserError
+from aspire_llm.models.load import LoadedModel
+from aspire_llm.policy.base import Policy
+from aspire_llm.request import Request, RequestOutput, SamplingParams
+
+OnStep = Callable[[Step], None]
+
+
+class LLM:
+    """A model and an engine that decodes batches of prompts.
+
+    Options are those of `EngineConfig`. `loaded` and `cache` reuse another LLM's model and KV cache (both idle), so that
+    methods can be compared on the same prompts without loading or prefilling twice.
+
+        llm = LLM("smollm2-135m", method="aspire")
+        for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=128)):
+            print(output.outputs[0].text)
+
+    Raises UserError for bad options.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        loaded: LoadedModel | None = None,
+        cache: Cache | None = None,
+        policy_object: Policy | None = None,
+        **options: Any,
+    ) -> None:
+        self.config: EngineConfig = make_config(model=model, **options)
+        self.model = loaded if loaded is not None else load(self.config)
+        self.engine: Engine = build_engine(self.config, self.model, cache, policy=policy_object)
+        self.inputs = InputProcessor(
+            self.model.tokenizer, self.model.config.vocab_size, self.model.eos_token_ids, self.config.seed
+        )
+
+    @property
+    def cache(self) -> Cache:
+        """To hand to another LLM of the same model while this one is idle."""
+        return Cache(self.engine.scheduler.pages, self.engine.runner.backend.pool)
+
+    def get_tokenizer(self) -> Any:
+        return self.model.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_step: OnStep | None = None,
+    ) -> list[RequestOutput]:
+        """Decode a batch to its end; outputs in the order of the prompts.
+
+        prompts: text, token ids, {"prompt": …} or {"prompt_token_ids": …}, or a list of these. sampling_params: one for all
+        or one each. on_step: called after every engine step. Nothing is started if any prompt is bad (UserError).
+        """
+        many = prompt_list(prompts)
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise UserError(f"sampling_params has {len(each)} entries for {len(many)} prompts; give one, or one each")
+        groups = [self.inputs.requests(prompt, p) for prompt, p in zip(many, each, strict=True)]
+        return self.run(groups, [p if isinstance(p, str) else None for p in many], on_step)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        on_step: OnStep | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, of one conversation (a list of {"role", "content"}) or a list of conversations."""
+        conversations: Sequence[Any] = messages if messages and not isinstance(messages[0], dict) else [messages]
+        prompts = [self.inputs.chat_token_ids(c, **(chat_template_kwargs or {})) for c in conversations]
+        return self.generate(prompts, sampling_params, on_step=on_step)
+
+    def run(self, groups: Sequence[list[Request]], prompts: Sequence[str | None], on_step: OnStep | None) -> list[RequestOutput]:
+        """Drive the engine until every request of every group (the continuations of one prompt) is done."""
+        added: list[Request] = []
+        try:
+            for group in groups:
+                for request in group:
+                    self.engine.add(request)
+                    added.append(request)
+            while self.engine.has_work:
+                step = self.engine.step()
+                if on_step is not None:
+                    on_step(step)
+        except BaseException:  # a bad prompt further on, or the user's interrupt: leave nothing behind
+            for request in added:
+                self.engine.abort(request)
+            raise
+        return [
+            request_output(group[0].request_id.removesuffix("-0"), prompt, group)
+            for group, prompt in zip(groups, prompts, strict=True)
+        ]
+
+    def reset_prefix_cache(self) -> None:
+        self.engine.scheduler.pages.reset_prefix_cache()
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A lone prompt as a list of one. A list of integers is one prompt."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    if not len(prompts):
+        raise UserError("prompts is empty; at least 1 is needed", "prompts")
+    return list(prompts)  # type: ignore[arg-type]

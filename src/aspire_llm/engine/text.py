@@ -1,0 +1,39 @@
+"""The text of one request: detokenised as tokens come, cut at the first stop string."""
+
+from __future__ import annotations
+
+from aspire_llm.request import SamplingParams
+from aspire_llm.sampling.detokenize import IncrementalDetokenizer, StopStrings, TokenBytes
+
+
+class StopAwareText:
+    """Implements `request.TextStream` over an incremental detokeniser and a matcher of stop strings."""
+
+    def __init__(self, table: TokenBytes, params: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(table, skip_special_tokens=params.skip_special_tokens)
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._include_stop_token = params.include_stop_str_in_output
+        self._parts: list[str] = []
+        self._text: str | None = ""
+
+    @property
+    def text(self) -> str:
+        if self._text is None:
+            self._text = "".join(self._parts)
+        return self._text
+
+    def push(self, token_id: int, *, ends: bool, may_stop: bool) -> str | None:
+        if ends and not self._include_stop_token:
+            return None
+        self._emit(self._stops.push(self._detokenizer.push(token_id), armed=may_stop))
+        return self._stops.matched
+
+    def finish(self) -> None:
+        if self._stops.matched is None:
+            self._emit(self._stops.push(self._detokenizer.flush(), armed=False))
+            self._emit(self._stops.flush())
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+            self._text = None

@@ -1,0 +1,172 @@
+"""The decoder: flat tokens in, hidden states out; attention is an argument.
+
+Llama, Mistral, Qwen2 and Qwen3 in one module: q, k and v in one matrix, gate and up in one. The arithmetic, rounding
+included, is that of transformers' modelling code, which is the oracle of its tests. A forward makes no host
+synchronisation, so it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from aspire_llm.models.config import DecoderConfig
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [T, query heads, D], k [T, KV heads, D], v [T, KV heads, D]) -> [T, query heads, D].
+
+q and k have rope applied and come in the decoder's dtype, unscaled: the callee multiplies q·k by `config.attention_scale`.
+All three are views with D contiguous and any stride over tokens.
+"""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., n] scaled to unit root mean square, in float32, then multiplied by `weight` [n] in x's dtype."""
+    return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, D] by position; cos, sin: [T, 1, D / 2]. Dimension i is paired with i + D / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised parameter that takes no gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class DecoderLayer(nn.Module):
+    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.index = index
+        hidden, head = config.hidden_size, config.head_dim
+        qkv = (config.num_heads + 2 * config.num_kv_heads) * head
+
+        def new(*shape: int) -> nn.Parameter:
+            return weight(*shape, dtype=dtype, device=device)
+
+        self.input_norm = new(hidden)
+        self.qkv = new(qkv, hidden)  # rows: query heads, key heads, value heads
+        self.qkv_bias = new(qkv) if config.qkv_bias else None
+        self.q_norm = new(head) if config.qk_norm else None
+        self.k_norm = new(head) if config.qk_norm else None
+        self.o = new(hidden, config.num_heads * head)
+        self.o_bias = new(hidden) if config.o_bias else None
+        self.post_norm = new(hidden)
+        self.gate_up = new(2 * config.intermediate_size, hidden)  # rows: gate, up
+        self.down = new(hidden, config.intermediate_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x: [T, hidden]; cos, sin: [T, 1, head_dim / 2]."""
+        x = x + self.attention(rms_norm(x, self.input_norm, self.config.rms_norm_eps), cos, sin, attend)
+        return x + self.mlp(rms_norm(x, self.post_norm, self.config.rms_norm_eps))
+
+    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        config = self.config
+        num_q, num_kv = config.num_heads, config.num_kv_heads
+        qkv = F.linear(x, self.qkv, self.qkv_bias).view(-1, num_q + 2 * num_kv, config.head_dim)
+        v = qkv[:, num_q + num_kv :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q = apply_rope(rms_norm(qkv[:, :num_q], self.q_norm, config.rms_norm_eps), cos, sin)
+            k = apply_rope(rms_norm(qkv[:, num_q : num_q + num_kv], self.k_norm, config.rms_norm_eps), cos, sin)
+        else:  # queries and keys are neighbours: turn them together
+            q, k = torch.split(apply_rope(qkv[:, : num_q + num_kv], cos, sin), [num_q, num_kv], dim=1)
+        return F.linear(attend(self.index, q, k, v).flatten(1), self.o, self.o_bias)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down)
+
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        """Name within the layer, as transformers' checkpoints have it, -> the part of a parameter that holds it."""
+        config = self.config
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        gate, up = self.gate_up.chunk(2)
+        views: dict[str, Tensor | None] = {
+            "input_layernorm.weight": self.input_norm,
+            "self_attn.o_proj.weight": self.o,
+            "self_attn.o_proj.bias": self.o_bias,
+            "self_attn.q_norm.weight": self.q_norm,
+            "self_attn.k_norm.weight": self.k_norm,
+            "post_attention_layernorm.weight": self.post_norm,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": self.down,
+        }
+        for suffix, fused in (("weight", self.qkv), ("bias", self.qkv_bias)):
+            if fused is not None:
+                for name, part in zip("qkv", torch.split(fused, [q_rows, kv_rows, kv_rows]), strict=True):
+                    views[f"self_attn.{name}_proj.{suffix}"] = part
+        return {name: view for name, view in views.items() if view is not None}
+
+
+class Decoder(nn.Module):
+    """A whole decoder with uninitialised weights; `checkpoint_views` says where a checkpoint's tensors go."""
+
+    rope_inv_freq: Tensor  # float32 [head_dim / 2]
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, dtype=dtype, device=device) for i in range(config.num_layers)
+        )
+        self.final_norm = weight(config.hidden_size, dtype=dtype, device=device)
+        tied = config.tie_word_embeddings
+        self.head = self.embedding if tied else weight(*self.embedding.shape, dtype=dtype, device=device)
+        inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=device)
+        self.register_buffer("rope_inv_freq", inv_freq, persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @torch.no_grad()
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run T tokens, of any mix of sequences, through every layer.
+
+        token_ids: int64 [T], each in [0, vocab_size). positions: int64 [T], of each token in its own sequence.
+        attend: see `Attend`; called once a layer, in order.
+        Returns [T, hidden] in the decoder's dtype, after the final norm.
+        """
+        x = F.embedding(token_ids, self.embedding)
+        cos, sin = self.rope(positions)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return rms_norm(x, self.final_norm, self.config.rms_norm_eps)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [N, hidden], rows of what `forward` returned. Returns float32 [N, vocab_size]."""
+        return F.linear(hidden, self.head).float()
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [T, 1, head_dim / 2] in the decoder's dtype: once a step, shared by all layers."""
+        angles = (positions.float()[:, None] * self.rope_inv_freq)[:, None]
+        factor = self.config.rope_attention_factor
+        return (angles.cos() * factor).to(self.dtype), (angles.sin() * factor).to(self.dtype)
+
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        """Every tensor of a transformers checkpoint -> the part of a parameter that holds it, ready for `copy_`."""
+        views: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embedding,
+            "model.norm.weight": self.final_norm,
+        }
+        if not self.config.tie_word_embeddings:
+            views["lm_head.weight"] = self.head
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            views |= {f"model.layers.{i}.{name}": view for name, view in layer.checkpoint_views().items()}
+        return views

@@ -1,0 +1,193 @@
+"""The three-term cost model of a step, kept right online.
+
+    seconds = fixed + per_token · max(0, tokens - free_tokens) + per_kv · KV tokens
+
+`fixed` is what every step pays (weights, launches), `per_token` the arithmetic of a token, `per_kv` the read of one KV token
+in every layer. `free_tokens` (0: the plain three-term model) is the hinge of a GPU, where up to about 128 tokens hide behind
+the read of the weights and each further one costs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+from aspire_llm.errors import UserError
+from aspire_llm.policy.base import StepLoad
+
+Vector = tuple[float, float, float]
+
+FORGETTING = 0.99  # weight of a step falls to 1/e in 100 steps
+PULL = 0.01  # of one observation: holds directions that recent steps say nothing about
+SPEED_STEPS = 5  # the median ratio of so many steps follows a machine that changes speed, in three, and ignores two outliers
+CLIP = 0.5  # an observation is trusted up to this relative distance from its prediction
+RESIDUALS = 200  # steps in the residual statistics
+
+
+@dataclass(frozen=True, slots=True)
+class ReadModel:
+    """KV tokens that rows read, mean over the layers (shared/DESIGN: the cost model of a DRAFT row)."""
+
+    budget: int  # positions of a context set
+    num_layers: int
+    num_refresh_layers: int  # layers that read everything in DRAFT rows too
+
+    def __post_init__(self) -> None:
+        if self.budget < 0 or self.num_layers < 1 or not 0 <= self.num_refresh_layers <= self.num_layers:
+            raise UserError(f"read model {self}: allowed are budget >= 0 and 0 <= num_refresh_layers <= num_layers, >= 1")
+
+    def draft(self, length: int, tail: int) -> float:
+        """A DRAFT row at `length` tokens, `tail` of them since the last verified one: budget · (L-R)/L + length · R/L,
+        the tail always read and no layer reading more than there is."""
+        sparse = min(self.budget + tail, length)
+        refresh = self.num_refresh_layers / self.num_layers
+        return sparse * (1.0 - refresh) + length * refresh
+
+    def verify(self, length: int) -> float:
+        return float(length)
+
+
+def _solve(a: list[list[float]], b: list[float], active: Sequence[int]) -> list[float]:
+    """Solve the rows and columns `active` of a·x = b by elimination (a positive definite: no pivoting); the rest of x is 0."""
+    m = [[a[i][j] for j in active] + [b[i]] for i in active]
+    n = len(active)
+    for i in range(n):
+        for k in range(i + 1, n):
+            f = m[k][i] / m[i][i]
+            for j in range(i, n + 1):
+                m[k][j] -= f * m[i][j]
+    x = [0.0] * len(b)
+    for i in reversed(range(n)):
+        x[active[i]] = (m[i][n] - sum(m[i][j] * x[active[j]] for j in range(i + 1, n))) / m[i][i]
+    return x
+
+
+def _solve_nonnegative(a: list[list[float]], b: list[float]) -> list[float]:
+    """The x >= 0 that minimises x·a·x/2 - b·x, by trying every set of positive entries (there are seven)."""
+    x = _solve(a, b, range(len(b)))
+    if min(x) >= 0.0:
+        return x
+    best, least = [0.0] * len(b), 0.0
+    for size in range(1, len(b)):
+        for active in combinations(range(len(b)), size):
+            x = _solve(a, b, active)
+            value = -0.5 * sum(x[i] * b[i] for i in active)
+            if min(x) >= 0.0 and value < least:
+                best, least = x, value
+    return best
+
+
+class CostModel:
+    """Coefficients, never negative, in seconds; `observe` keeps them right: recursive least squares with forgetting.
+
+    The recursion keeps the information matrix (weighted sums of squares of relative features) instead of its inverse, so
+    nothing can blow up when steps stop varying; a weak pull to the last estimate fills what they do not tell.
+    A common factor, the median of the last few ratios of measured to predicted, follows sudden changes of speed.
+    """
+
+    def __init__(self, fixed: float, per_token: float, per_kv: float, free_tokens: float = 0.0) -> None:
+        if min(fixed, per_token, per_kv, free_tokens) < 0.0 or fixed + per_token + per_kv <= 0.0:
+            raise UserError(f"cost coefficients {(fixed, per_token, per_kv, free_tokens)}: none may be negative, nor all zero")
+        self._weights: Vector = (fixed, per_token, per_kv)
+        self._free_tokens = free_tokens
+        self._scale: list[float] | None = None  # seconds per unit of each feature at which all features look alike
+        self._a = [[0.0] * 3 for _ in range(3)]
+        self._b = [0.0] * 3
+        self._ratios: deque[float] = deque(maxlen=SPEED_STEPS)
+        self._speed = 1.0
+        self._residuals: deque[float] = deque(maxlen=RESIDUALS)
+
+    @classmethod
+    def fit(cls, samples: Sequence[StepLoad], free_tokens: Sequence[float] = (0.0,)) -> CostModel:
+        """Least squares of relative errors over measured steps; of several hinges the one that fits best is kept."""
+        samples = [s for s in samples if s.seconds > 0.0]
+        if len(samples) < 3:
+            raise UserError(f"cost model: {len(samples)} measured steps, needed are at least 3")
+        models = [cls._fit_hinge(samples, hinge) for hinge in free_tokens]
+        return min(models, key=lambda m: sum((m.predict(s) / s.seconds - 1.0) ** 2 for s in samples))
+
+    @classmethod
+    def _fit_hinge(cls, samples: Sequence[StepLoad], hinge: float) -> CostModel:
+        model = cls(1.0, 0.0, 0.0, hinge)
+        features = [model._features(s) for s in samples]
+        mean = sum(s.seconds for s in samples) / len(samples)
+        scale = [mean / (sum(x[i] for x in features) / len(samples) or 1.0) for i in range(3)]
+        a, b = [[1e-9 * (i == j) for j in range(3)] for i in range(3)], [0.0] * 3
+        for sample, x in zip(samples, features, strict=True):
+            _accumulate(a, b, [x[i] * scale[i] / sample.seconds for i in range(3)], 1.0)
+        x0, x1, x2 = _solve_nonnegative(a, b)
+        fitted = cls(x0 * scale[0], x1 * scale[1], x2 * scale[2], hinge)
+        # Serving starts with the calibration as its past, worth at most as much as the memory of the recursion.
+        worth = min(1.0, 1.0 / ((1.0 - FORGETTING) * len(samples)))
+        fitted._scale, fitted._a, fitted._b = scale, [[v * worth for v in row] for row in a], [v * worth for v in b]
+        return fitted
+
+    def _features(self, load: StepLoad) -> Vector:
+        return 1.0, max(0.0, load.tokens - self._free_tokens), load.kv_tokens
+
+    def predict(self, load: StepLoad) -> float:
+        """Seconds the step will take."""
+        fixed, per_token, per_kv = self._weights
+        return self._speed * (fixed + per_token * max(0.0, load.tokens - self._free_tokens) + per_kv * load.kv_tokens)
+
+    def observe(self, load: StepLoad) -> None:
+        """A measured step. Steps without a time are ignored."""
+        if load.seconds <= 0.0:
+            return
+        x = self._features(load)
+        predicted = self.predict(load)
+        base = predicted / self._speed
+        if base <= 0.0:
+            base = predicted = load.seconds
+        self._residuals.append(predicted / load.seconds - 1.0)
+        target = min(max(load.seconds, (1.0 - CLIP) * predicted), (1.0 + CLIP) * predicted)
+        if self._scale is None:
+            self._scale = [base / (v or 1.0) for v in x]
+        scale = self._scale
+        for i in range(3):
+            self._b[i] *= FORGETTING
+            for j in range(3):
+                self._a[i][j] *= FORGETTING
+        _accumulate(self._a, self._b, [x[i] * scale[i] / base for i in range(3)], target / base)
+        last = [w / s for w, s in zip(self._weights, scale, strict=True)]
+        a = [[v + PULL * (i == j) for j, v in enumerate(row)] for i, row in enumerate(self._a)]
+        m = _solve_nonnegative(a, [v + PULL * w for v, w in zip(self._b, last, strict=True)])
+        if sum(m) > 0.0:
+            self._weights = (m[0] * scale[0], m[1] * scale[1], m[2] * scale[2])
+        now = sum(w * v for w, v in zip(self._weights, x, strict=True))
+        # Older ratios were taken against older weights: express them against the new ones, near this load.
+        self._ratios = deque((r * base / now for r in self._ratios), SPEED_STEPS)
+        self._ratios.append(load.seconds / now)
+        self._speed = median(self._ratios)
+
+    @property
+    def fixed(self) -> float:
+        return self._speed * self._weights[0]
+
+    @property
+    def per_token(self) -> float:
+        return self._speed * self._weights[1]
+
+    @property
+    def per_kv(self) -> float:
+        return self._speed * self._weights[2]
+
+    @property
+    def free_tokens(self) -> float:
+        return self._free_tokens
+
+    def share_within(self, tolerance: float = 0.1) -> float:
+        """Share of the last steps whose prediction, made before they were measured, was within `tolerance`; 1.0 before any."""
+        if not self._residuals:
+            return 1.0
+        return sum(abs(r) <= tolerance for r in self._residuals) / len(self._residuals)
+
+
+def _accumulate(a: list[list[float]], b: list[float], features: Sequence[float], target: float) -> None:
+    for i, u in enumerate(features):
+        b[i] += u * target
+        for j, v in enumerate(features):
+            a[i][j] += u * v

@@ -1,0 +1,58 @@
+"""What every policy that decides for each request by itself shares: the cost of its rows, and the bound on verifications."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from aspire_llm.policy.base import Action, CycleOutcome, RequestView, StepLoad
+from aspire_llm.policy.cost import CostModel, ReadModel
+from aspire_llm.policy.rows import RowCosts, VerifyBound
+
+PROBE_SHARE = 0.01  # of plain decoding's time may go into finding out whether drafts would pay again
+
+
+class PerRequestPolicy(ABC):
+    """Asks `_wants_draft` of each request; keeps the cost model right; spreads verifications."""
+
+    def __init__(self, cost: CostModel, reads: ReadModel, max_verify_tokens: int | None = None) -> None:
+        self._cost = cost
+        self._reads = reads
+        self._bound = VerifyBound(max_verify_tokens)
+        self._credit: dict[int, float] = {}
+
+    def decide(self, requests: Sequence[RequestView], prefill: StepLoad) -> list[Action]:
+        costs = RowCosts.of_step(self._cost, self._reads, len(requests), prefill)
+        actions = [
+            Action.DRAFT if view.pending < view.max_draft and self._wants_draft(view, costs) else Action.VERIFY
+            for view in requests
+        ]
+        return self._bound.apply(requests, actions)
+
+    @abstractmethod
+    def _wants_draft(self, view: RequestView, costs: RowCosts) -> bool:
+        """Whether one more draft is worth more than verifying now; asked only where one is allowed."""
+
+    def _may_probe(self, view: RequestView, costs: RowCosts) -> bool:
+        """Where plain decoding is best by what is known of a request, a draft now and then tells whether it still is.
+
+        Each plain step saves up PROBE_SHARE of its time; a draft is made when that pays for it. Never where even drafts
+        that are all accepted would cost more than plain tokens.
+        """
+        draft, plain = costs.draft(view.length, 0), costs.verify(view.length)
+        if draft >= plain:
+            return False
+        credit = self._credit.get(view.key, 0.0) + PROBE_SHARE * plain
+        probe = credit >= draft
+        self._credit[view.key] = 0.0 if probe else credit
+        return probe
+
+    def observe_cycle(self, outcome: CycleOutcome) -> None:
+        """Nothing to learn, unless a policy says so."""
+
+    def observe_step(self, load: StepLoad) -> None:
+        self._cost.observe(load)
+
+    def forget(self, key: int) -> None:
+        self._credit.pop(key, None)
+        self._bound.forget(key)

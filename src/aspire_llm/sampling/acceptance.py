@@ -1,0 +1,108 @@
+"""Sampling, and accepting drafts, for requests with a temperature. The modes are described in sampler.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aspire_llm.request import RowKind
+from aspire_llm.sampling.proposals import Proposals
+from aspire_llm.sampling.random import Purpose, exponential, keys, uniform
+from aspire_llm.sampling.rows import Rows, upload
+
+_CHUNK = 1 << 24  # random numbers made at a time, which bounds the memory they take
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """n tokens of rows that sample. What each function below returns: the tokens chosen [n] and whether the draft at each
+    place is accepted, bool [n] (meaningless for the last token of a row, which has no draft after it)."""
+
+    logits: Tensor  # float32 [n, vocabulary]; their softmax is p, or q in DRAFT rows
+    rows: Rows
+    seeds: Tensor  # int64 [n]
+    places: Tensor  # int64 [n]: position of the token to be chosen
+    drafts: Tensor  # int64 [n]: the draft at that position
+
+
+def race(log_weights: Tensor, key: Tensor) -> Tensor:
+    """Samples one index a row of log weights [n, m], with the random numbers of int64 keys [n]: int64 [n].
+
+    The exponential race (Gumbel-max trick): argmin E_i / w_i over independent exponentials E_i.
+    """
+    size = max(1, _CHUNK // log_weights.shape[1])
+    chosen = [
+        (weights.double() - exponential(part, log_weights.shape[1]).log()).argmax(1)
+        for weights, part in zip(log_weights.split(size), key.split(size), strict=True)  # type: ignore[no-untyped-call]
+    ]
+    return torch.cat(chosen)
+
+
+def couple(tokens: Sampled, likeliest_drafts: bool) -> tuple[Tensor, Tensor]:
+    """Every token is the one that plain decoding would sample from these logits; a draft is accepted if it is that token.
+
+    likeliest_drafts: DRAFT rows take the most likely token instead.
+    """
+    key = keys(tokens.seeds, tokens.places, Purpose.TARGET)
+    is_draft = tokens.rows.token_drafts
+    if likeliest_drafts and is_draft.any():
+        best, others = upload(tokens.logits.device, np.flatnonzero(is_draft), np.flatnonzero(~is_draft))
+        chosen = torch.empty_like(tokens.places)
+        chosen[best] = tokens.logits[best].argmax(1)
+        if len(others):
+            chosen[others] = race(tokens.logits[others], key[others])
+    else:
+        chosen = race(tokens.logits, key)
+    return chosen, chosen == tokens.drafts
+
+
+def reject(tokens: Sampled, proposals: Proposals) -> tuple[Tensor, Tensor]:
+    """Rejection sampling. A draft d is accepted if u q(d) < p(d); the token at the first rejected draft is drawn from
+    normalise(max(p - q, 0)), the one after the last draft from p. Other chosen tokens of a row are meaningless."""
+    chosen = torch.zeros_like(tokens.places)
+    accepted = torch.zeros_like(tokens.places, dtype=torch.bool)
+    device, rows = tokens.logits.device, tokens.rows
+    if rows.token_drafts.any():
+        (index,) = upload(device, np.flatnonzero(rows.token_drafts))
+        logits, places = tokens.logits[index], tokens.places[index]
+        chosen[index] = race(logits, keys(tokens.seeds[index], places, Purpose.DRAFT))
+        proposals.put(rows.token_slots[rows.token_drafts], places, torch.softmax(logits, dim=1))
+    verified = np.flatnonzero(rows.kinds != RowKind.DRAFT)
+    if not len(verified):
+        return chosen, accepted
+
+    counts, offsets = rows.counts[verified], rows.offsets[verified]
+    within = np.arange(len(rows.token_rows)) - rows.offsets[rows.token_rows]
+    pending = np.flatnonzero(within < rows.counts[rows.token_rows] - 1)  # tokens with a draft after them
+    if len(pending):
+        slots = rows.token_slots[pending]
+        proposals.require(slots)
+        (index,) = upload(device, pending)
+        logits, places, drafts = tokens.logits[index], tokens.places[index], tokens.drafts[index]
+        p = torch.exp(logits.gather(1, drafts[:, None])[:, 0] - torch.logsumexp(logits, dim=1))
+        q = proposals.probability(slots, places, drafts)
+        accepted[index] = uniform(keys(tokens.seeds[index], places, Purpose.ACCEPT)) * q < p
+
+    first, last = upload(device, offsets, offsets + counts - 1)  # [r]
+    ends = first
+    if len(pending):
+        step = torch.arange(int(counts.max()), device=device)
+        grid = torch.minimum(first[:, None] + step, last[:, None])
+        taken = accepted[grid] & (first[:, None] + step < last[:, None])
+        ends = first + taken.long().cumprod(1).sum(1)  # the token whose choice ends the row
+    logits, places, seeds = tokens.logits[ends], tokens.places[ends], tokens.seeds[ends]
+    weights = torch.softmax(logits.double(), dim=1)
+    purpose = torch.full_like(ends, Purpose.TARGET)
+    if len(pending):
+        q = proposals.distribution(rows.slots[verified], places).double()
+        is_bonus = ends == last
+        residual = (weights - q).clamp(min=0)
+        # All zero only where p and q agree but for rounding.
+        use_p = is_bonus | (residual.sum(1) == 0)
+        weights = torch.where(use_p[:, None], weights, residual)
+        purpose = torch.where(is_bonus, Purpose.TARGET, Purpose.RESIDUAL)
+    chosen[ends] = race(weights.log(), keys(seeds, places, purpose))
+    return chosen, accepted

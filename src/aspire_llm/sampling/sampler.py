@@ -1,0 +1,227 @@
+"""Chooses tokens: samples, drafts and verifies a ragged batch at once, exactly.
+
+Draft sampling (DraftSampling), for requests with a temperature; greedy requests are the limit of each:
+
+- "rejection": a draft is drawn from q and accepted with probability min(1, p/q); after a rejection the token comes from
+  normalise(max(p - q, 0)) (Leviathan et al. 2023, "Fast inference from transformers via speculative decoding"; Chen et al.
+  2023). q is kept until the verification.
+- "greedy": the draft is q's likeliest token. The target's token is sampled from p as plain decoding does; the draft is
+  accepted if it is that token, so with probability p(draft). No q is kept.
+- "coupled": as "greedy", but the draft is sampled from q with the very random numbers that the target's sampling will
+  use: the Gumbel coupling (Daliri, Musco and Suresh 2025, "Coupling without communication and drafter-invariant
+  speculative decoding"). It accepts with probability at least (1 - d) / (1 + d), d the total variation distance of p and q.
+
+In the last two modes the tokens are those of plain decoding with the same seed, whatever was drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aspire_llm.errors import UserError
+from aspire_llm.request import RowKind, SamplingParams, TokenLogprobs
+from aspire_llm.sampling.acceptance import Sampled, couple, reject
+from aspire_llm.sampling.batch import SampleBatch, SampleOutput
+from aspire_llm.sampling.filters import Filters, top_probability
+from aspire_llm.sampling.logits import LogitsEdits
+from aspire_llm.sampling.logprobs import token_logprobs
+from aspire_llm.sampling.proposals import Proposals
+from aspire_llm.sampling.rows import Bools, Rows, upload
+from aspire_llm.sampling.structured import Grammars
+
+DraftSampling = Literal["rejection", "greedy", "coupled"]
+
+
+class Sampler:
+    """Sampling state of every slot. The host waits for the device only for slots that `needs_host`.
+
+    max_draft_tokens: the most drafts a request may have pending; grammars: for structured_outputs, None to refuse them.
+    """
+
+    def __init__(
+        self,
+        max_slots: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        draft_sampling: DraftSampling = "coupled",
+        *,
+        max_draft_tokens: int = 16,
+        grammars: Grammars | None = None,
+    ) -> None:
+        if draft_sampling not in get_args(DraftSampling):
+            allowed = ", ".join(get_args(DraftSampling))
+            raise UserError(f"draft_sampling = {draft_sampling!r}: must be one of {allowed}", "draft_sampling")
+        self._device = torch.device(device)
+        self._vocab_size = vocab_size
+        self._mode = draft_sampling
+        self._max_drafts = max_draft_tokens
+        self._grammars = grammars
+        self._edits = LogitsEdits(max_slots, vocab_size, self._device)
+        self._filters = Filters(max_slots, vocab_size, self._device)
+        self._proposals = Proposals(max_slots, vocab_size, max_draft_tokens, self._device)
+        self._seeds = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
+        self._greedy: Bools = np.ones(max_slots, dtype=bool)
+        self._logprobs: dict[int, int] = {}  # slot -> how many of the likeliest
+
+    def validate(self, params: SamplingParams) -> None:
+        """UserError for what only the model can tell: token ids outside its vocabulary, a grammar that does not compile."""
+        for name, ids in (
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("stop_token_ids", params.stop_token_ids),
+            ("bad_words_token_ids", [token for word in params.bad_words_token_ids for token in word]),
+        ):
+            for token in ids:
+                if not 0 <= token < self._vocab_size:
+                    raise UserError(f"{name} has token {token}: must be in [0, {self._vocab_size - 1}]", name)
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and count > self._vocab_size:
+                raise UserError(f"{name} = {count}: must be in [-1, {self._vocab_size}], the vocabulary", name)
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise UserError("structured_outputs: this engine was made without a tokenizer", "structured_outputs")
+            self._grammars.matcher(params.structured_outputs)
+
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_token_ids: Sequence[int],
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        """A request takes the slot, at its beginning or after a preemption. seed: of its random numbers, an int64."""
+        self.validate(params)
+        self.release(slot)
+        matcher = None
+        if params.structured_outputs is not None and self._grammars is not None:
+            matcher = self._grammars.matcher(params.structured_outputs)
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self._edits.admit(slot, params, prompt_token_ids, stops, matcher)
+        self._filters.admit(slot, params)
+        self._seeds[slot] = seed
+        self._greedy[slot] = params.greedy
+        if params.logprobs is not None:
+            self._logprobs[slot] = params.logprobs
+
+    def release(self, slot: int) -> None:
+        self._edits.release(slot)
+        self._proposals.release(slot)
+        self._greedy[slot] = True
+        self._logprobs.pop(slot, None)
+
+    def needs_host(self, slot: int) -> bool:
+        """Whether rows of this slot make the host wait: logits processors, structured output, logprobs, and allowed tokens
+        that other parameters may all ban."""
+        return slot in self._logprobs or self._edits.needs_host(slot)
+
+    def set_draft_distribution(self, slot: int, position: int, q: Tensor) -> None:
+        """Say which distribution [vocabulary] the pending draft at `position` was drawn from, for a draft that this sampler
+        did not draw (one-hot for a fixed one). Matters in "rejection" mode only."""
+        self._proposals.put(np.array([slot]), torch.tensor([position], device=self._device), q[None].to(self._device))
+
+    def run(self, batch: SampleBatch) -> SampleOutput:
+        rows = Rows.of(batch)
+        if (rows.counts > self._max_drafts + 1).any():
+            raise ValueError(f"a row has {rows.counts.max() - 1} drafts; the sampler was made for {self._max_drafts}")
+        logits, failures = self._edits.apply(batch.logits, rows, batch.positions, batch.history)
+        offsets, token_slots, counts = upload(self._device, rows.offsets, rows.token_slots, rows.counts)
+        places = batch.positions + 1  # of the tokens to be chosen
+        # What stands there: the draft, for all but the last token of a row.
+        drafts = batch.history[token_slots, places.clamp(max=batch.history.shape[1] - 1)]
+        chosen = torch.empty_like(places)
+        accepted = torch.zeros_like(places, dtype=torch.bool)
+        confidence = torch.zeros(len(rows.slots), device=self._device)
+
+        greedy = self._greedy[rows.token_slots]
+        if greedy.any():
+            index, part = self._part(logits, greedy)
+            best = part.argmax(1)
+            chosen[index] = best
+            accepted[index] = best == drafts[index]
+            self._note_confidence(confidence, rows, greedy, part)
+        if not greedy.all():
+            index, part = self._part(logits, ~greedy)
+            part = self._filters.apply(part, rows.token_slots[~greedy])
+            self._note_confidence(confidence, rows, ~greedy, part)
+            sampled = Sampled(
+                part,
+                rows.select(~self._greedy[rows.slots]),
+                self._seeds[token_slots[index]],
+                places[index],
+                drafts[index],
+            )
+            if self._mode == "rejection":
+                chosen[index], accepted[index] = reject(sampled, self._proposals)
+            else:
+                chosen[index], accepted[index] = couple(sampled, likeliest_drafts=self._mode == "greedy")
+
+        widest = int(rows.counts.max())
+        step = torch.arange(widest, device=self._device)
+        grid = (offsets[:, None] + step).clamp(max=len(places) - 1)  # [R, widest]
+        is_draft = step < counts[:, None] - 1
+        taken = (accepted[grid] & is_draft).long().cumprod(1)
+        num_emitted = taken.sum(1) + 1
+        tokens = torch.where(taken.bool(), drafts[grid], chosen[grid]).masked_fill(step >= num_emitted[:, None], 0)
+        return SampleOutput(
+            tokens=tokens,
+            num_emitted=num_emitted,
+            confidence=confidence,
+            logprobs=self._find_logprobs(batch.logits, rows, tokens, num_emitted),
+            errors=_emitted_failures(failures, rows, num_emitted),
+        )
+
+    def _part(self, logits: Tensor, chosen: Bools) -> tuple[Tensor, Tensor]:
+        (index,) = upload(self._device, np.flatnonzero(chosen))
+        return index, logits if chosen.all() else logits[index]
+
+    def _note_confidence(self, confidence: Tensor, rows: Rows, chosen: Bools, part: Tensor) -> None:
+        """The confidence of DRAFT rows among the chosen tokens, whose logits are `part`."""
+        is_draft = rows.token_drafts[chosen]
+        if is_draft.any():
+            index, row = upload(self._device, np.flatnonzero(is_draft), rows.token_rows[chosen][is_draft])
+            confidence[row] = top_probability(part if is_draft.all() else part[index])
+
+    def _find_logprobs(
+        self, logits: Tensor, rows: Rows, tokens: Tensor, num_emitted: Tensor
+    ) -> dict[int, list[TokenLogprobs]]:
+        """Row -> log-probabilities of its emitted tokens, for rows that ask (waits for the device); drafts have none."""
+        asking = [
+            row
+            for row, slot in enumerate(rows.slots.tolist())
+            if slot in self._logprobs and rows.kinds[row] != RowKind.DRAFT
+        ]
+        if not asking:
+            return {}
+        emitted = num_emitted.tolist()
+        index = torch.cat([torch.arange(emitted[row]) + int(rows.offsets[row]) for row in asking]).to(self._device)
+        chosen = torch.cat([tokens[row, : emitted[row]] for row in asking])
+        wanted = [self._logprobs[int(rows.slots[row])] for row in asking]
+        widest = -1 if min(wanted) < 0 else max(wanted)
+        found = iter(token_logprobs(logits[index], chosen, widest))
+        return {
+            row: [
+                entry if top < 0 else replace(entry, top=entry.top[:top])
+                for entry in (next(found) for _ in range(emitted[row]))
+            ]
+            for row, top in zip(asking, wanted, strict=True)
+        }
+
+
+def _emitted_failures(failures: dict[int, str], rows: Rows, num_emitted: Tensor) -> dict[int, str]:
+    """Row -> what failed, for failures at tokens that are emitted: plain decoding would have met them too."""
+    if not failures:
+        return {}
+    emitted = num_emitted.tolist()
+    errors: dict[int, str] = {}
+    for token, message in sorted(failures.items()):
+        row = int(rows.token_rows[token])
+        if rows.kinds[row] != RowKind.DRAFT and token - int(rows.offsets[row]) < emitted[row]:
+            errors.setdefault(row, message)
+    return errors

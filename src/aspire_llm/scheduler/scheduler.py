@@ -1,0 +1,389 @@
+"""The scheduler: which requests run, what each does in the coming step, and what a step's results mean for them.
+
+`plan()` makes a StepPlan, `apply()` takes its StepResult; nothing else writes requests. Plans may run ahead of results:
+`plan()` can be called again before the previous `apply()`, as on a GPU, where a step is planned while the last one runs.
+Counters then are bounds: a request may have `num_lookahead` more tokens than the host knows of.
+
+Who owns which positions of a running request (computed ≤ known ≤ reserved):
+
+    0 ........ num_computed ........ num_tokens .................... reserved pages
+    | exact K/V            | newest   | lookahead + pending drafts   |
+    |                      | token    | (provisional K/V)            |
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aspire_llm.cache.pages import PageAllocator
+from aspire_llm.errors import UserError
+from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, StepLoad
+from aspire_llm.request import FinishReason, Request, RowKind
+from aspire_llm.scheduler.plan import Admission, PageWrite, Row, RowResult, StepPlan, StepResult
+from aspire_llm.scheduler.stopping import find_stop
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_draft_tokens: int  # 0: nothing is drafted
+    min_last_chunk: int  # tokens that the last prefill chunk must hold, so that its queries can be scored
+
+    @property
+    def widest_step(self) -> int:
+        """Most tokens a step can have."""
+        return self.max_num_seqs * (self.max_draft_tokens + 1) + self.max_num_batched_tokens + self.min_last_chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """New tokens of one request from one step."""
+
+    request: Request
+    num_new_tokens: int
+    finished: bool
+
+
+class Scheduler:
+    def __init__(self, limits: Limits, pages: PageAllocator, policy: Policy, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits
+        self.pages = pages
+        self.policy = policy
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest admission first
+        self.num_preemptions = 0
+        self._clock = clock
+        self._tenants: list[Request | None] = [None] * limits.max_num_seqs
+        self._epochs = [0] * limits.max_num_seqs
+        self._in_flight: deque[tuple[StepPlan, tuple[Request, ...]]] = deque()
+        self._leaving: list[Request] = []  # ended or preempted, but a step in flight still names their pages
+        self._num_steps = 0
+
+    # ---- requests come and go
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises UserError if it can never run."""
+        n = len(request.prompt_token_ids)
+        if n == 0:
+            raise UserError("prompt is empty; at least 1 token is needed", "prompt")
+        if n >= self.limits.max_model_len:
+            raise UserError(
+                f"prompt has {n} tokens; max_model_len={self.limits.max_model_len} allows {self.limits.max_model_len - 1} and one of output",
+                "prompt",
+            )
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request at any phase. Results still in flight for it are dropped."""
+        if not request.finished:
+            self._finish(request, "abort")
+
+    def fail(self, plan: StepPlan, error: str) -> list[Progress]:
+        """The step broke on the device: its requests end with an error, the engine goes on."""
+        _, named = self._retire(plan)
+        ended = [r for r in named if not r.finished]
+        for request in ended:
+            request.error = error
+            self._finish(request, "error")
+        self._release_left()
+        return [Progress(r, 0, True) for r in ended]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self._in_flight)
+
+    # ---- plan
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to do until a result comes back."""
+        rows: list[Row] = []
+        writes: list[PageWrite] = []
+        named: list[Request] = []
+        for request, action in self._decide():
+            if request.slot is None:  # preempted by an older one, just now
+                continue
+            if self._reserve(request, writes):
+                rows.append(self._decode_row(request, action))
+                named.append(request)
+        budget = max(
+            self.limits.max_num_batched_tokens - sum(row.num_tokens for row in rows),
+            self.limits.max_num_batched_tokens // 4,  # decoding always rides, but does not starve prompts either
+        )
+        admissions = self._admit(writes, budget)
+        for request in self.running:
+            if request.in_prefill and budget > 0:
+                row = self._prefill_row(request, budget)
+                budget -= row.num_tokens
+                rows.append(row)
+                named.append(request)
+        if not rows:
+            return None
+        plan = StepPlan(self._num_steps, tuple(rows), tuple(admissions), self._live_writes(writes))
+        self._num_steps += 1
+        for request in named:
+            request.num_in_flight += 1
+        self._in_flight.append((plan, tuple(named)))
+        return plan
+
+    def _decide(self) -> list[tuple[Request, Action]]:
+        """The policy's word for every request that can decode now."""
+        decoding, views = [], []
+        for request in self.running:
+            if request.in_prefill:
+                continue
+            # every token that may be committed already, those in flight included
+            left = self._output_limit(request) - len(request.output_token_ids) - request.num_lookahead
+            if left <= 0:  # its end may be in flight
+                continue
+            views.append(
+                RequestView(
+                    key=request.key,
+                    length=request.num_tokens + request.num_lookahead,
+                    pending=request.num_pending,
+                    confidences=() if request.num_lookahead else tuple(request.confidences),
+                    max_draft=min(self.limits.max_draft_tokens, left - 1) if request.params.draft else 0,
+                )
+            )
+            decoding.append(request)
+        if not decoding:
+            return []
+        prompt_tokens = sum(r.prefill_end - r.num_prefilled for r in self.running if r.in_prefill)
+        prompt_tokens = min(prompt_tokens, max(0, self.limits.max_num_batched_tokens - len(decoding)))
+        prompt_reads = max((r.num_prefilled for r in self.running if r.in_prefill), default=0) + prompt_tokens
+        actions = self.policy.decide(views, StepLoad(prompt_tokens, prompt_reads))
+        for view, action in zip(views, actions, strict=True):
+            if action is Action.DRAFT and view.pending >= view.max_draft:
+                raise RuntimeError(f"policy drafts past max_draft={view.max_draft}")
+        return [(r, a) for r, a in zip(decoding, actions, strict=True) if a is not Action.WAIT]
+
+    def _output_limit(self, request: Request) -> int:
+        return min(request.params.max_tokens, self.limits.max_model_len - len(request.prompt_token_ids))
+
+    def _decode_row(self, request: Request, action: Action) -> Row:
+        assert request.slot is not None
+        if action is Action.DRAFT:
+            request.num_pending += 1
+            request.stats.steps["draft"] += 1
+            return Row(request.slot, request.epoch, RowKind.DRAFT, 1)
+        row = Row(request.slot, request.epoch, RowKind.VERIFY, 1 + request.num_pending)
+        request.num_lookahead += row.num_tokens
+        request.num_pending = 0
+        request.stats.steps["verify"] += 1
+        return row
+
+    def _prefill_row(self, request: Request, budget: int) -> Row:
+        assert request.slot is not None
+        left = request.prefill_end - request.num_prefilled
+        n = min(left, budget)
+        if 0 < left - n < self.limits.min_last_chunk:
+            n = left - self.limits.min_last_chunk  # leave enough for the last chunk to be scored
+            if n <= 0:
+                n = left
+        start = request.num_prefilled
+        request.num_prefilled += n
+        request.stats.steps["prefill"] += 1
+        last = not request.in_prefill
+        if last:
+            request.num_lookahead += 1
+        return Row(request.slot, request.epoch, RowKind.PREFILL, n, start, samples=last)
+
+    def _admit(self, writes: list[PageWrite], budget: int) -> list[Admission]:
+        """Move waiting requests into free slots, first come first served, while their known tokens fit."""
+        admissions: list[Admission] = []
+        budget -= sum(r.prefill_end - r.num_prefilled for r in self.running if r.in_prefill)
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
+            request = self.waiting[0]
+            if request.num_in_flight:  # preempted a moment ago; its old pages are still named by a step
+                break
+            tokens = request.token_ids
+            # the last tokens are computed in any case: they are scored and sampled
+            reusable = 0 if request.params.prompt_logprobs is not None else len(tokens) - max(1, self.limits.min_last_chunk)
+            cached = self.pages.match_prefix(tokens, max_tokens=max(0, reusable))
+            self.pages.open(request.key, tokens, cached, expected_tokens=len(tokens) + min(request.params.max_tokens, 512))
+            # a page to grow for each running request, or the newcomer would be preempted at once
+            fits = self.pages.reserve(request.key, len(tokens)) is not None
+            if not fits or (self.running and self.pages.num_free < len(self.running)):
+                self.pages.release(request.key)
+                break
+            self.waiting.popleft()
+            slot = self._tenants.index(None)
+            self._tenants[slot] = request
+            self._epochs[slot] += 1
+            request.slot, request.epoch = slot, self._epochs[slot]
+            request.num_computed = request.num_prefilled = cached
+            request.prefill_end = len(tokens)
+            if request.first_scheduled is None:
+                request.first_scheduled = self._clock()
+                request.stats.num_cached_tokens = cached
+            self.running.append(request)
+            budget -= len(tokens) - cached
+            writes.append(PageWrite(slot, 0, self.pages.pages(request.key)))
+            admissions.append(
+                Admission(
+                    slot=slot,
+                    epoch=request.epoch,
+                    seed=request.seed,
+                    prompt_token_ids=tuple(request.prompt_token_ids),
+                    output_token_ids=tuple(request.output_token_ids),
+                    num_computed=cached,
+                    params=request.params,
+                    eos_token_ids=request.eos_token_ids,
+                )
+            )
+        return admissions
+
+    def _reserve(self, request: Request, writes: list[PageWrite]) -> bool:
+        """Pages for the request's next row, preempting younger requests if there are none. False: it cannot run now."""
+        end = request.num_tokens + request.num_lookahead + request.num_pending
+        while (grown := self.pages.reserve(request.key, end)) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        first, pages = grown
+        if pages:
+            assert request.slot is not None
+            writes.append(PageWrite(request.slot, first, pages))
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the head of the queue: its known tokens are kept, its drafts and K/V are not."""
+        self._vacate(request)
+        request.num_computed = request.num_prefilled = request.prefill_end = 0
+        request.num_pending = request.num_lookahead = 0
+        request.confidences.clear()
+        request.prompt_logprobs.clear()  # they come again with the prefill
+        request.stats.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _live_writes(self, writes: list[PageWrite]) -> tuple[PageWrite, ...]:
+        """Without those of requests preempted later in the same plan."""
+        return tuple(write for write in writes if self._tenants[write.slot] is not None)
+
+    # ---- apply
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
+        """Write a step's results into its requests. Results of an earlier tenant of a slot are dropped."""
+        self._retire(plan)
+        self.policy.observe_step(StepLoad(plan.num_tokens, result.mean_kv_tokens, result.seconds))
+        progress = []
+        for row, row_result in zip(plan.rows, result.rows, strict=True):
+            request = self._tenants[row.slot]
+            if request is None or request.epoch != row.epoch:
+                continue
+            if row_result.error is not None:
+                request.error = row_result.error
+                self._finish(request, "error")
+                progress.append(Progress(request, 0, True))
+                continue
+            if row.kind is RowKind.DRAFT:
+                request.confidences.append(row_result.confidence)
+                continue
+            if row.kind is RowKind.PREFILL:
+                request.num_computed += row.num_tokens
+                request.prompt_logprobs.extend(row_result.prompt_logprobs)
+            if row.samples:
+                progress.append(self._commit(request, row, row_result))
+            self._cache_prefix(request)
+        self._release_left()
+        return progress
+
+    def _commit(self, request: Request, row: Row, result: RowResult) -> Progress:
+        """Append the tokens that a row emitted, up to the first stop."""
+        now = self._clock()
+        if request.first_token is None:
+            request.first_token = now
+        request.last_token = now
+        emitted = result.token_ids
+        if row.kind is RowKind.VERIFY:
+            request.num_lookahead -= row.num_tokens
+            request.num_computed += len(emitted)
+        else:
+            request.num_lookahead -= 1
+        kept = 0
+        stop = None
+        for i, token in enumerate(emitted):
+            request.output_token_ids.append(token)
+            if result.logprobs:
+                request.logprobs.append(result.logprobs[i])
+            kept += 1
+            stop = find_stop(request, token, self._output_limit(request))
+            if stop is not None:
+                break
+        if row.kind is RowKind.VERIFY:
+            drafted = row.num_tokens - 1
+            accepted = min(result.num_accepted, kept)
+            request.stats.record_cycle(drafted, accepted)
+            if drafted:
+                confidences = tuple(request.confidences[:drafted])
+                self.policy.observe_cycle(CycleOutcome(request.key, drafted, result.num_accepted, confidences))
+            request.confidences.clear()
+        if stop is not None:
+            self._finish(request, stop.reason, stop.detail)
+        return Progress(request, kept, stop is not None)
+
+    def _cache_prefix(self, request: Request) -> None:
+        if not request.finished and self.pages.can_commit(request.key, request.num_computed):
+            self.pages.commit(request.key, request.token_ids, request.num_computed)
+
+    # ---- leaving
+
+    def _finish(self, request: Request, reason: FinishReason, detail: int | str | None = None) -> None:
+        request.finish_reason = reason
+        request.stop_reason = detail
+        if request.stream is not None:
+            request.stream.finish()
+        if request.slot is None:
+            if request in self.waiting:
+                self.waiting.remove(request)
+        else:
+            if request.num_computed and self.pages.can_commit(request.key, request.num_computed):
+                self.pages.commit(request.key, request.token_ids, min(request.num_computed, request.num_tokens))
+            self._vacate(request)
+        self.policy.forget(request.key)
+
+    def _vacate(self, request: Request) -> None:
+        assert request.slot is not None
+        self.running.remove(request)
+        self._tenants[request.slot] = None
+        request.slot = None
+        if request.num_in_flight:
+            self._leaving.append(request)
+        else:
+            self.pages.release(request.key)
+
+    def _retire(self, plan: StepPlan) -> tuple[StepPlan, tuple[Request, ...]]:
+        oldest, named = self._in_flight.popleft()
+        if oldest is not plan:
+            raise RuntimeError(f"results of step {plan.step} came before those of step {oldest.step}")
+        for request in named:
+            request.num_in_flight -= 1
+        return oldest, named
+
+    def _release_left(self) -> None:
+        for request in [r for r in self._leaving if not r.num_in_flight]:
+            self._leaving.remove(request)
+            self.pages.release(request.key)
+
+    # ---- integrity
+
+    def check(self) -> None:
+        """Raise AssertionError if counters, slots and pages contradict each other. Cheap enough to run when idle."""
+        self.pages.check()
+        for slot, tenant in enumerate(self._tenants):
+            assert tenant is None or (tenant.slot == slot and tenant in self.running), f"slot {slot} and its tenant disagree"
+        for request in self.running:
+            where = f"request {request.request_id}"
+            assert request.slot is not None and self._tenants[request.slot] is request, f"{where} runs without a slot"
+            assert not request.finished, f"{where} runs although finished"
+            assert 0 <= request.num_computed <= request.num_tokens, f"{where} computed more than it knows"
+            assert request.num_pending >= 0 and request.num_lookahead >= 0, f"{where} has a negative counter"
+        if not self.has_work:
+            assert not self._leaving, "pages held by requests that left"
+            assert self.pages.num_free == self.pages.num_pages, f"{self.pages.num_pages - self.pages.num_free} pages leaked"
