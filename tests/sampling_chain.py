@@ -14,6 +14,8 @@ from aspire_llm.request import RowKind, SamplingParams
 from aspire_llm.sampling.batch import SampleBatch, SampleOutput
 from aspire_llm.sampling.sampler import Sampler
 
+KINDS = tuple(RowKind)
+
 # (chain, slots [n], positions [n] of the drafts just made): may overwrite chain.history there
 DraftScript = Callable[["Chain", torch.Tensor, torch.Tensor], None]
 
@@ -41,7 +43,7 @@ class Chain:
         self.length = int(self.prompt_lengths.max()) + num_tokens + int(draft_lengths.max()) + 2
         self.history = torch.full((int(self.slots.max()) + 1, self.length), 7, dtype=torch.int64)
         for slot, prompt in zip(self.slots.tolist(), prompts, strict=True):
-            self.history[slot, : len(prompt)] = torch.tensor(prompt)
+            self.history.numpy()[slot, : len(prompt)] = prompt
         self.known = self.prompt_lengths.copy()  # committed tokens
         self.pending = np.zeros(n, dtype=np.int64)
         self.prefilled = np.zeros(n, dtype=bool)
@@ -78,7 +80,7 @@ class Chain:
         context = torch.where(torch.from_numpy(outputs % self.block == 0), 0, fed)
         logits = torch.where(torch.from_numpy(is_draft[rows])[:, None], self.draft[context], self.target[context])
         batch = SampleBatch(
-            tuple(RowKind(kind) for kind in kinds.tolist()),
+            tuple(map(KINDS.__getitem__, kinds.tolist())),
             tuple(self.slots[active].tolist()),
             tuple(counts.tolist()),
             logits,

@@ -74,7 +74,7 @@ def tiny_engine(model: LoadedModel, *, late: bool = False, policy: Any = None, *
         "max_num_seqs": 9,
         "max_num_batched_tokens": 32,
         "block_size": 4,
-        "kv_cache_memory": 8 << 20,
+        "kv_cache_memory": 3 << 18,
     }
     drafts = options.get("method") != "plain"
     if drafts:

@@ -4,14 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aspire_llm.engine.async_llm import AsyncLLM
     from aspire_llm.engine.llm import LLM
     from aspire_llm.errors import UserError
     from aspire_llm.request import CompletionOutput, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "UserError", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "UserError", "__version__"]
 
 _HOMES = {
+    "AsyncLLM": "aspire_llm.engine.async_llm",
     "LLM": "aspire_llm.engine.llm",
     "UserError": "aspire_llm.errors",
     "CompletionOutput": "aspire_llm.request",

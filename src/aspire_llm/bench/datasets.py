@@ -35,7 +35,7 @@ class Dataset(Protocol):
 class TextDataset:
     """Pieces of one text, of different lengths, from different places: the model continues them.
 
-    lengths: fewest and most tokens of a piece; None: from 2/3 of the most to the most, which is `DEFAULT_LONGEST` or what fits.
+    lengths: fewest and most tokens of a piece; None: the most is `DEFAULT_LONGEST` or what fits, the fewest 2/3 of it.
     """
 
     name: str
@@ -51,9 +51,13 @@ class TextDataset:
         else:
             shortest, longest = self.lengths
             if longest > room:
-                raise UserError(f"prompt tokens {longest}: the model's context leaves room for {room} beside the output")
+                raise UserError(
+                    f"prompt tokens {longest}: the model's context leaves room for {room} beside the output"
+                )
             if longest > len(tokens):
-                raise UserError(f"dataset {self.name} has {len(tokens)} tokens; prompts of {longest} need a longer text")
+                raise UserError(
+                    f"dataset {self.name} has {len(tokens)} tokens; prompts of {longest} need a longer text"
+                )
         rng = random.Random(seed)
         steps = max(1, count - 1)
         sizes = [shortest + (longest - shortest) * i // steps for i in range(count)]
@@ -88,7 +92,8 @@ class RowDataset:
             ids = inputs.chat_token_ids(row["messages"]) if "messages" in row else inputs.token_ids(row["prompt"])
             if len(ids) > room:
                 raise UserError(
-                    f"row {index + 1} of dataset {self.name} has {len(ids)} tokens; the context leaves room for {room} beside the output"
+                    f"row {index + 1} of dataset {self.name} has {len(ids)} tokens; "
+                    f"the context leaves room for {room} beside the output"
                 )
             prompts.append(ids)
         return prompts
@@ -129,4 +134,6 @@ def _row(line: str, where: str) -> Mapping[str, Any]:
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    return (
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aspire_llm.bench.datasets import Dataset, RowDataset, TextDataset, shipped_text
 
-DEMO_METHODS = ("plain", "aspire")
+FOLKLORE = "The Meaning of ‘Hack’"  # first line of jargon_folklore.txt
 DEFAULT_TEXT = "jargon_lexicon.txt"
 
 
@@ -26,17 +26,54 @@ class Passage:
         return text[start:end].strip()
 
 
-# Each about 4,000 to 6,000 tokens.
+# Each about 4,000 to 6,000 tokens, 37,000 in all.
 DEMO = (
-    Passage("kjv_ruth.txt", "Ruth 1", None, "Retell this story in plain modern English, from the beginning."),
+    Passage(
+        "jargon_folklore.txt",
+        FOLKLORE,
+        "A Story About ‘Magic'",
+        "Write a summary of the pranks and tales above, one paragraph each.",
+    ),
+    Passage("kjv_genesis.txt", "Genesis 37", "Genesis 42", "Retell the story of Joseph above in plain modern English."),
+    Passage(
+        "us_constitution.txt",
+        "Article I",
+        "Article III",
+        "List the powers that the text above gives to the Congress, in order.",
+    ),
+    Passage(
+        "jargon_folklore.txt", "The Story of Mel", None, "Who was Mel, and what did he do? Answer in a few paragraphs."
+    ),
+    Passage(
+        "kjv_genesis.txt",
+        "Genesis 24",
+        "Genesis 27",
+        "Retell the story of Isaac and Rebekah above in plain modern English.",
+    ),
+    Passage(
+        "jargon_introduction.txt",
+        "Chapter 4. Jargon Construction",
+        "Chapter 5. Hacker Writing Style",
+        "List the ways in which hackers form new words, with an example of each from the text above.",
+    ),
+    Passage(
+        "kjv_ecclesiastes.txt",
+        "Ecclesiastes 1",
+        "Ecclesiastes 7",
+        "Explain what the Preacher says above, chapter by chapter.",
+    ),
+    Passage(
+        "jargon_lexicon.txt",
+        ":hacker: n.",
+        ":hang: v.",
+        "Write a short glossary of ten of the terms above, one sentence for each.",
+    ),
 )
 
 
 def demo_dataset() -> Dataset:
     """Eight real tasks on long texts, as conversations."""
-    rows = [
-        {"messages": [{"role": "user", "content": f"{passage.text()}\n\n{passage.task}"}]} for passage in DEMO
-    ]
+    rows = [{"messages": [{"role": "user", "content": f"{passage.text()}\n\n{passage.task}"}]} for passage in DEMO]
     return RowDataset("demo", rows)
 
 

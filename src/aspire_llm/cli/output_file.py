@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -43,7 +44,8 @@ class OutputFile:
         return self
 
     def write_json(self, value: Any) -> None:
-        self.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        """Numbers that JSON does not have (the log-probability of a banned token is -inf) become null."""
+        self.write(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def write(self, text: str) -> None:
         if self._path is None:
@@ -59,9 +61,19 @@ class OutputFile:
             raise UserError(f"{self._option} {self._path}: cannot be written: {error.strerror}") from None
         self._unfinished = None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._unfinished is not None:
             self._unfinished.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _umask() -> int:

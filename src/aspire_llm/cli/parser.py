@@ -35,7 +35,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="aspire-llm", description="Long-context LLM decoding by asynchronous, batched self-speculation.")
+    parser = Parser(
+        prog="aspire-llm", description="Long-context LLM decoding by asynchronous, batched self-speculation."
+    )
     parser.add_argument("--version", action="version", version=f"aspire-llm {__version__}")
     _add_commands(parser, commands)
     return parser
@@ -54,7 +56,9 @@ def _add_commands(parser: argparse.ArgumentParser, package: ModuleType) -> None:
     for found in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{found.name}")
         text = (module.__doc__ or "").strip()
-        command = choices.add_parser(found.name.replace("_", "-"), help=text.split("\n")[0].rstrip("."), description=text)
+        command = choices.add_parser(
+            found.name.replace("_", "-"), help=text.split("\n")[0].rstrip("."), description=text
+        )
         if found.ispkg:
             _add_commands(command, module)
         else:

@@ -23,6 +23,7 @@ from aspire_llm.models.load import LoadedModel, load_model
 from aspire_llm.policy.base import Policy
 from aspire_llm.policy.cost import ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
+from aspire_llm.policy.hindsight import Truth
 from aspire_llm.sampling.sampler import Sampler
 from aspire_llm.scheduler.scheduler import Limits, Scheduler
 
@@ -152,9 +153,9 @@ def choose_num_pages(config: EngineConfig, page_bytes: int, pages_per_request: i
     return min(wanted, affordable)
 
 
-def build_engine(config: EngineConfig, model: LoadedModel, cache: Cache | None = None, *, policy: Policy | None = None) -> Engine:
+def build_engine(config: EngineConfig, model: LoadedModel, cache: Cache | None = None, *, policy: Policy | None = None, truth: Truth | None = None) -> Engine:
     """An engine for a loaded model. `cache`: an idle engine's, to share its pool and cached prefixes; `policy`: instead of
-    the config's (a hindsight policy, say, that is told the continuation)."""
+    the config's. `truth`: for policy "hindsight", which is told the continuation."""
     shape = model.config
     decoder = model.decoder
     resolved = resolve(config, shape, decoder.device, decoder.dtype, cache)
@@ -197,18 +198,18 @@ def build_engine(config: EngineConfig, model: LoadedModel, cache: Cache | None =
         device=resolved.device,
     )
     if policy is None:
-        policy = build_policy(resolved, decoder, selector)
+        policy = build_policy(resolved, decoder, selector, truth)
     return Engine(Scheduler(resolved.limits, cache.pages, policy), runner)
 
 
-def build_policy(resolved: Resolved, decoder: Decoder, selector: Selector | None) -> Policy:
+def build_policy(resolved: Resolved, decoder: Decoder, selector: Selector | None, truth: Truth | None = None) -> Policy:
     shape = decoder.config
     parameters = sum(p.numel() for p in decoder.parameters())
     cost = prior_cost(shape, parameters, resolved.dtype, resolved.device)
     reads = ReadModel(resolved.budget, shape.num_layers, len(selector.refresh_layers) if selector else 0)
     takes, _ = POLICY_SETTINGS.get(resolved.policy, (frozenset(), frozenset()))
     length = resolved.draft_tokens if "draft_length" in takes else None
-    return make_policy(resolved.policy, cost, reads, draft_length=length)
+    return make_policy(resolved.policy, cost, reads, draft_length=length, truth=truth)
 
 
 def make_cache(config: EngineConfig, model: LoadedModel, resolved: Resolved) -> Cache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aspire_llm.engine.runner import Runner
@@ -34,8 +35,14 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it can never run; nothing is queued then."""
-        self.runner.sampler.validate(request.params)
+        self.validate([request])
         self.scheduler.add(request)
+
+    def validate(self, requests: Sequence[Request]) -> None:
+        """Raise UserError if any of the requests can never run. Changes nothing."""
+        for request in requests:
+            self.scheduler.validate(request)
+            self.runner.sampler.validate(request.params)
 
     def abort(self, request: Request) -> None:
         self.scheduler.abort(request)

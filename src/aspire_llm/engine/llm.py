@@ -13,6 +13,7 @@ from aspire_llm.engine.outputs import request_output
 from aspire_llm.errors import UserError
 from aspire_llm.models.load import LoadedModel
 from aspire_llm.policy.base import Policy
+from aspire_llm.policy.hindsight import Truth
 from aspire_llm.request import Request, RequestOutput, SamplingParams
 
 OnStep = Callable[[Step], None]
@@ -22,7 +23,7 @@ class LLM:
     """A model and an engine that decodes batches of prompts.
 
     Options are those of `EngineConfig`. `loaded` and `cache` reuse another LLM's model and KV cache (both idle), so that
-    methods can be compared on the same prompts without loading or prefilling twice.
+    methods can be compared on the same prompts without loading or prefilling twice. `truth` is for policy "hindsight".
 
         llm = LLM("smollm2-135m", method="aspire")
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=128)):
@@ -38,11 +39,12 @@ class LLM:
         loaded: LoadedModel | None = None,
         cache: Cache | None = None,
         policy_object: Policy | None = None,
+        truth: Truth | None = None,
         **options: Any,
     ) -> None:
         self.config: EngineConfig = make_config(model=model, **options)
         self.model = loaded if loaded is not None else load(self.config)
-        self.engine: Engine = build_engine(self.config, self.model, cache, policy=policy_object)
+        self.engine: Engine = build_engine(self.config, self.model, cache, policy=policy_object, truth=truth)
         self.inputs = InputProcessor(
             self.model.tokenizer, self.model.config.vocab_size, self.model.eos_token_ids, self.config.seed
         )
@@ -90,18 +92,17 @@ class LLM:
 
     def run(self, groups: Sequence[list[Request]], prompts: Sequence[str | None], on_step: OnStep | None) -> list[RequestOutput]:
         """Drive the engine until every request of every group (the continuations of one prompt) is done."""
-        added: list[Request] = []
+        requests = [request for group in groups for request in group]
+        self.engine.validate(requests)
         try:
-            for group in groups:
-                for request in group:
-                    self.engine.add(request)
-                    added.append(request)
+            for request in requests:
+                self.engine.add(request)
             while self.engine.has_work:
                 step = self.engine.step()
                 if on_step is not None:
                     on_step(step)
-        except BaseException:  # a bad prompt further on, or the user's interrupt: leave nothing behind
-            for request in added:
+        except BaseException:  # the user's interrupt, say: leave nothing behind
+            for request in requests:
                 self.engine.abort(request)
             raise
         return [

@@ -1,60 +1,125 @@
+"""Ours: stop drafting when the next draft is no longer worth its cost, judged by the confidences of those pending.
+
+Optimal stopping at a price. A request's cycles cost seconds C (its rows, the fixed part shared) and bring tokens N; the most
+tokens a second come from maximising E[N] - p·C at the price p that makes the maximum zero (Dinkelbach 1967). With S the
+probability that all pending drafts are right, a the acceptance of the next draft and d its cost, one more draft gains
+    S·a - p·d + E_b[max(0, S·(1 - h_b)·a_b - p·d)]
+tokens: its own, and the best of stopping or going on once its confidence bin b is seen (two-step look-ahead; h_b: rejection
+of a draft of that bin). Draft while that is positive. S, h, a and the distribution of b come from `Calibration`. A draft
+whose confidence has not come back yet (results one step late) enters S by its expectation over b.
+
+The price is the request's own tokens a second, smoothed, with the batch's as prior and plain decoding's as floor. Its own,
+because each request has its tokens to make whatever the others do: the batch's total time is the sum of the requests'.
+"""
+
 from __future__ import annotations
-from aspire_llm.policy.acceptance import *
-from aspire_llm.policy import acceptance as A
+
+from operator import mul
+
 from aspire_llm.policy.base import CycleOutcome, RequestView
+from aspire_llm.policy.calibration import START, Calibration, DraftOdds, bin_of
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.per_request import PerRequestPolicy
 from aspire_llm.policy.rows import RowCosts
-OWN=True; PKEEP=0.95; LOOK=3; PW=10.
+
+PRICE_KEEP = 0.95  # of a request's past, each cycle: it remembers about 20; the batch's, 50 times more
+PRIOR_CYCLES = 5.0  # plain steps' worth of time that the batch's price counts for a request
+BATCH_KEEP = 0.999
+
+
+class _Rate:
+    """Tokens a second, smoothed over cycles."""
+
+    __slots__ = ("seconds", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = self.seconds = 0.0
+
+    def add(self, tokens: float, seconds: float, keep: float) -> None:
+        self.tokens = keep * self.tokens + tokens
+        self.seconds = keep * self.seconds + seconds
+
+
+class _Cycle:
+    """The pending drafts of a request, as far as their confidences are known."""
+
+    __slots__ = ("last", "odds", "seen", "survival")
+
+    def __init__(self, odds: DraftOdds) -> None:
+        self.odds = odds
+        self.seen = 0
+        self.survival = 1.0
+        self.last = START
+
 
 class Confidence(PerRequestPolicy):
-    def __init__(self, cost, reads, max_verify_tokens=None):
+    """See the module."""
+
+    def __init__(self, cost: CostModel, reads: ReadModel, max_verify_tokens: int | None = None) -> None:
         super().__init__(cost, reads, max_verify_tokens)
-        self.cal=Calibration(CONFIDENCE_PRIOR)
-        self.nxt=Calibration((0.15,)*6+(.1,)*3+(.05,)*3+(.1,))
-        self.cyc={}
-        self.price={}   # key -> [tokens, cost]
-        self.bprice=[1e-9,1e-9]
-        self.last={}
-    def _wants_draft(self, view, costs):
-        key=view.key
-        d=costs.draft(view.length, view.pending); v=costs.verify(view.length)
-        self.last[key]=(d,v)
-        st=self.cyc.get(key)
-        known=len(view.confidences)
-        if st is None or known<st[0] or view.pending==0: st=self.cyc[key]=[0,1.0,NUM_BINS]
-        while st[0]<known:
-            b=bin_of(view.confidences[st[0]]); st[1]*=1-self.cal.hazard(key,b); st[2]=b; st[0]+=1
-        S=st[1]; b=st[2]
-        q1=1-self.nxt.hazard(key,b)
-        q0=1-self.nxt.hazard(key,NUM_BINS)
-        for _ in range(view.pending-known): S*=q1; q1=q0
-        p=self.price.get(key) if OWN else self.bprice
-        if p is None: rate=self.bprice[0]/self.bprice[1]
-        else:
-            br=self.bprice[0]/self.bprice[1]
-            rate=(p[0]+PW*v*br)/(p[1]+PW*v) if OWN else br
-        rate=max(rate,1/v)
-        gain=0.;s=S;q=q1
-        for m in range(1,LOOK+1):
-            s*=q; gain+=s-rate*d
-            if gain>0: return True
-            q=q0
-        if view.pending==0 and self._may_probe(view,costs): return True
-        return False
-    def observe_cycle(self,o):
-        key=o.key
-        prev=NUM_BINS
-        for i in range(min(o.drafted,o.accepted+1)):
-            b=bin_of(o.confidences[i]); rej=i>=o.accepted
-            self.cal.observe(key,b,rej); self.nxt.observe(key,prev,rej); prev=b
-        d,v=self.last.get(key,(0,0))
-        if v:
-            p=self.price.setdefault(key,[0.,0.])
-            t=1+o.accepted;c=o.drafted*d+v
-            p[0]=PKEEP*p[0]+t;p[1]=PKEEP*p[1]+c
-            k=.999
-            self.bprice[0]=k*self.bprice[0]+t; self.bprice[1]=k*self.bprice[1]+c
-    def forget(self,key):
+        self._calibration = Calibration()
+        self._cycles: dict[int, _Cycle] = {}
+        self._batch_rate = _Rate()
+        self._rates: dict[int, _Rate] = {}
+        self._last_costs: dict[int, tuple[float, float]] = {}  # of a draft and of a verification, in the last step
+
+    def _wants_draft(self, view: RequestView, costs: RowCosts) -> bool:
+        draft, verify = costs.draft(view.length, view.pending), costs.verify(view.length)
+        self._last_costs[view.key] = draft, verify
+        price = self._price(view.key, verify)
+        cycle = self._cycles.get(view.key)
+        known = view.confidences
+        if cycle is None or not view.pending or len(known) < cycle.seen:
+            cycle = self._cycles[view.key] = _Cycle(self._calibration.odds(view.key))
+        odds = cycle.odds
+        for i in range(cycle.seen, len(known)):
+            cycle.last = bin_of(known[i])
+            cycle.survival = odds.survival(cycle.survival, cycle.last)
+        cycle.seen = len(known)
+        hurdle = price * draft
+        gain = self._gain(odds, cycle.survival, cycle.last, view.pending - cycle.seen, hurdle)
+        return gain > 0.0 or (not view.pending and self._may_probe(view, costs))
+
+    def _gain(self, odds: DraftOdds, survival: float, last: int, unseen: int, hurdle: float) -> float:
+        """Tokens that one more draft gains, less `hurdle`; `unseen` of the pending drafts are not in `survival` yet."""
+        if not unseen:
+            gain = survival * odds.accept_next[last] - hurdle
+            if gain > 0.0 or survival <= hurdle:
+                return gain
+        chances, reject, accept_next = odds.next_bins[last], odds.reject, odds.accept_next
+        accept = [1.0 - r for r in reject]
+        # By bin of the draft to come: it and the one after it are right. `accept_next` has START too, which cannot come.
+        after = [first * second for first, second in zip(accept, accept_next, strict=False)]
+        if unseen:
+            one: float = sum(map(mul, chances, accept))
+            two: float = sum(map(mul, chances, after))
+            survival *= (two / one) ** (unseen - 1)
+            gain = survival * two - hurdle
+            if gain > 0.0 or survival <= hurdle:
+                return gain
+            survival *= two / one
+        return gain + sum(c * (survival * x - hurdle) for c, x in zip(chances, after, strict=True) if survival * x > hurdle)
+
+    def _price(self, key: int, plain: float) -> float:
+        batch, own = self._batch_rate, self._rates.get(key)
+        rate = batch.tokens / batch.seconds if batch.seconds else 0.0
+        if own is not None:
+            rate = (own.tokens + PRIOR_CYCLES * plain * rate) / (own.seconds + PRIOR_CYCLES * plain)
+        return max(rate, 1.0 / plain)
+
+    def observe_cycle(self, outcome: CycleOutcome) -> None:
+        if outcome.key not in self._last_costs:
+            return  # it has left, or was never asked about
+        super().observe_cycle(outcome)
+        self._calibration.observe(outcome.key, outcome.confidences, outcome.accepted)
+        self._cycles.pop(outcome.key, None)  # what was believed is out of date
+        draft, verify = self._last_costs[outcome.key]
+        seconds = outcome.drafted * draft + verify
+        self._batch_rate.add(outcome.accepted + 1.0, seconds, BATCH_KEEP)
+        self._rates.setdefault(outcome.key, _Rate()).add(outcome.accepted + 1.0, seconds, PRICE_KEEP)
+
+    def forget(self, key: int) -> None:
         super().forget(key)
-        self.cal.forget(key);self.nxt.forget(key);self.cyc.pop(key,None);self.price.pop(key,None);self.last.pop(key,None)
+        self._calibration.forget(key)
+        for state in (self._cycles, self._rates, self._last_costs):
+            state.pop(key, None)

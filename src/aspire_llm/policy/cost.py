@@ -21,15 +21,17 @@ from aspire_llm.policy.base import StepLoad
 Vector = tuple[float, float, float]
 
 FORGETTING = 0.99  # weight of a step falls to 1/e in 100 steps
+LARGEST = 10.0  # relative features beyond that are weighed down: one odd step must not outweigh the rest
 PULL = 0.01  # of one observation: holds directions that recent steps say nothing about
 SPEED_STEPS = 5  # the median ratio of so many steps follows a machine that changes speed, in three, and ignores two outliers
-CLIP = 0.5  # an observation is trusted up to this relative distance from its prediction
+CLIP = 0.25  # an observation is trusted up to this relative distance from its prediction
+TINY = 1e-12  # least pivot: rounding may leave 0 of a nearly singular direction
 RESIDUALS = 200  # steps in the residual statistics
 
 
 @dataclass(frozen=True, slots=True)
 class ReadModel:
-    """KV tokens that rows read, mean over the layers (shared/DESIGN: the cost model of a DRAFT row)."""
+    """KV tokens that rows read, mean over the layers (a set of `budget` positions; all of them in refresh layers)."""
 
     budget: int  # positions of a context set
     num_layers: int
@@ -51,17 +53,17 @@ class ReadModel:
 
 
 def _solve(a: list[list[float]], b: list[float], active: Sequence[int]) -> list[float]:
-    """Solve the rows and columns `active` of a·x = b by elimination (a positive definite: no pivoting); the rest of x is 0."""
+    """Solve rows and columns `active` of a·x = b by elimination (positive definite: no pivoting); the rest of x is 0."""
     m = [[a[i][j] for j in active] + [b[i]] for i in active]
     n = len(active)
     for i in range(n):
         for k in range(i + 1, n):
-            f = m[k][i] / m[i][i]
+            f = m[k][i] / max(m[i][i], TINY)
             for j in range(i, n + 1):
                 m[k][j] -= f * m[i][j]
     x = [0.0] * len(b)
     for i in reversed(range(n)):
-        x[active[i]] = (m[i][n] - sum(m[i][j] * x[active[j]] for j in range(i + 1, n))) / m[i][i]
+        x[active[i]] = (m[i][n] - sum(m[i][j] * x[active[j]] for j in range(i + 1, n))) / max(m[i][i], TINY)
     return x
 
 
@@ -85,15 +87,18 @@ class CostModel:
 
     The recursion keeps the information matrix (weighted sums of squares of relative features) instead of its inverse, so
     nothing can blow up when steps stop varying; a weak pull to the last estimate fills what they do not tell.
-    A common factor, the median of the last few ratios of measured to predicted, follows sudden changes of speed.
+    A common factor, the median of the last few ratios of measured to predicted, follows sudden changes of speed; the least
+    squares see every step as it would have been without it, so that steps from before and after a change agree.
     """
 
     def __init__(self, fixed: float, per_token: float, per_kv: float, free_tokens: float = 0.0) -> None:
         if min(fixed, per_token, per_kv, free_tokens) < 0.0 or fixed + per_token + per_kv <= 0.0:
-            raise UserError(f"cost coefficients {(fixed, per_token, per_kv, free_tokens)}: none may be negative, nor all zero")
+            raise UserError(
+                f"cost coefficients {(fixed, per_token, per_kv, free_tokens)}: none may be negative, nor all be zero"
+            )
         self._weights: Vector = (fixed, per_token, per_kv)
         self._free_tokens = free_tokens
-        self._scale: list[float] | None = None  # seconds per unit of each feature at which all features look alike
+        self._scale = list(self._weights)  # seconds per unit of each feature, so that all are shares of a step; 0: not known yet
         self._a = [[0.0] * 3 for _ in range(3)]
         self._b = [0.0] * 3
         self._ratios: deque[float] = deque(maxlen=SPEED_STEPS)
@@ -139,29 +144,28 @@ class CostModel:
             return
         x = self._features(load)
         predicted = self.predict(load)
-        base = predicted / self._speed
-        if base <= 0.0:
-            base = predicted = load.seconds
+        if predicted <= 0.0:
+            predicted = load.seconds  # nothing that this step has costs anything so far
         self._residuals.append(predicted / load.seconds - 1.0)
-        target = min(max(load.seconds, (1.0 - CLIP) * predicted), (1.0 + CLIP) * predicted)
-        if self._scale is None:
-            self._scale = [base / (v or 1.0) for v in x]
-        scale = self._scale
-        for i in range(3):
-            self._b[i] *= FORGETTING
-            for j in range(3):
-                self._a[i][j] *= FORGETTING
-        _accumulate(self._a, self._b, [x[i] * scale[i] / base for i in range(3)], target / base)
-        last = [w / s for w, s in zip(self._weights, scale, strict=True)]
+        base = predicted / self._speed
+        target = min(max(load.seconds / predicted, 1.0 - CLIP), 1.0 + CLIP)  # at a speed of 1
+        self._scale = [s or (base / v if v else 0.0) for s, v in zip(self._scale, x, strict=True)]
+        shares = [v * s / base for v, s in zip(x, self._scale, strict=True)]
+        weigh = min(1.0, LARGEST / max(shares))
+        self._a = [[FORGETTING * v for v in row] for row in self._a]
+        self._b = [FORGETTING * v for v in self._b]
+        _accumulate(self._a, self._b, [weigh * v for v in shares], weigh * target)
+        last = [w / s if s else 0.0 for w, s in zip(self._weights, self._scale, strict=True)]
         a = [[v + PULL * (i == j) for j, v in enumerate(row)] for i, row in enumerate(self._a)]
-        m = _solve_nonnegative(a, [v + PULL * w for v, w in zip(self._b, last, strict=True)])
-        if sum(m) > 0.0:
-            self._weights = (m[0] * scale[0], m[1] * scale[1], m[2] * scale[2])
+        m0, m1, m2 = _solve_nonnegative(a, [v + PULL * w for v, w in zip(self._b, last, strict=True)])
+        if m0 + m1 + m2 > 0.0:
+            self._weights = (m0 * self._scale[0], m1 * self._scale[1], m2 * self._scale[2])
         now = sum(w * v for w, v in zip(self._weights, x, strict=True))
-        # Older ratios were taken against older weights: express them against the new ones, near this load.
-        self._ratios = deque((r * base / now for r in self._ratios), SPEED_STEPS)
-        self._ratios.append(load.seconds / now)
-        self._speed = median(self._ratios)
+        if now > 0.0:
+            # Older ratios were taken against older weights: express them against the new ones, near this load.
+            self._ratios = deque((r * base / now for r in self._ratios), SPEED_STEPS)
+            self._ratios.append(load.seconds / now)
+            self._speed = median(self._ratios)
 
     @property
     def fixed(self) -> float:
@@ -180,7 +184,7 @@ class CostModel:
         return self._free_tokens
 
     def share_within(self, tolerance: float = 0.1) -> float:
-        """Share of the last steps whose prediction, made before they were measured, was within `tolerance`; 1.0 before any."""
+        """Share of the last steps that were within `tolerance` of what was predicted before them; 1.0 before any."""
         if not self._residuals:
             return 1.0
         return sum(abs(r) <= tolerance for r in self._residuals) / len(self._residuals)

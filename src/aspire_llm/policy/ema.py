@@ -8,9 +8,9 @@ from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.per_request import PerRequestPolicy
 from aspire_llm.policy.rows import RowCosts
 
-PRIOR = 0.9  # acceptance rate before anything is known; half of FINDINGS' workloads lie above
-PRIOR_DRAFTS = 10.0  # how many drafts that is worth
-KEEP = 0.9  # of a request's past each cycle; of the batch's, ten times slower
+PRIOR = 0.9  # acceptance rate before anything is known; about the middle of the recorded workloads
+PRIOR_DRAFTS = 20.0  # how many drafts that is worth
+KEEP = 0.85  # of a request's past, each cycle; of the batch's, ten times slower
 
 
 def best_length(rate: float, draft: float, verify: float, longest: int) -> int:
@@ -53,6 +53,9 @@ class Ema(PerRequestPolicy):
         return view.pending < self._targets[view.key]
 
     def observe_cycle(self, outcome: CycleOutcome) -> None:
+        if outcome.key not in self._targets:
+            return  # it has left, or was never asked about
+        super().observe_cycle(outcome)
         self._rate(outcome.key).observe(outcome.drafted, outcome.accepted)
         self._batch.observe(outcome.drafted, outcome.accepted)
 

@@ -45,13 +45,22 @@ def make_policy(
     settings = {key: value for key, value in given.items() if value is not None}
     takes, needs = POLICY_SETTINGS[name]
     for key in settings.keys() - takes:
-        raise UserError(f"{key} {settings[key]!r}: policy {name} has no such setting; it takes {sorted(takes) or 'none'}", key)
+        raise UserError(f"{key}: policy {name} has no such setting; it takes {sorted(takes) or 'none'}", key)
     for key in needs - settings.keys():
         raise UserError(f"policy {name}: needs {key}", key)
     if draft_length is not None and draft_length < 1:
         raise UserError(f"draft_length {draft_length}: allowed are 1 and more", "draft_length")
-    simple: dict[str, Callable[..., Policy]] = {"autoregressive": Autoregressive, "lockstep": Lockstep, "staggered": Staggered}
-    if name in simple:
-        return simple[name](**settings)
-    priced: dict[str, Callable[..., Policy]] = {"fsm": Fsm, "ema": Ema, "confidence": Confidence, "hindsight": Hindsight}
+    unpriced: dict[str, Callable[..., Policy]] = {
+        "autoregressive": Autoregressive,
+        "lockstep": Lockstep,
+        "staggered": Staggered,
+    }
+    if name in unpriced:
+        return unpriced[name](**settings)
+    priced: dict[str, Callable[..., Policy]] = {
+        "fsm": Fsm,
+        "ema": Ema,
+        "confidence": Confidence,
+        "hindsight": Hindsight,
+    }
     return priced[name](cost, reads, **settings)

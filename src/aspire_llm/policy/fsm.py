@@ -25,12 +25,12 @@ class Fsm(PerRequestPolicy):
     def _wants_draft(self, view: RequestView, costs: RowCosts) -> bool:
         if costs.draft(view.length, view.pending) >= costs.verify(view.length):
             return False
-        return view.pending < self._lengths.get(view.key, FIRST)
+        return view.pending < self._lengths.setdefault(view.key, FIRST)
 
     def observe_cycle(self, outcome: CycleOutcome) -> None:
-        if not outcome.drafted:
+        if not outcome.drafted or outcome.key not in self._lengths:
             return
-        length = self._lengths.get(outcome.key, FIRST)
+        length = self._lengths[outcome.key]
         if outcome.accepted < outcome.drafted:
             self._lengths[outcome.key] = max(1, length - STEP)
         elif outcome.drafted >= length:  # a cycle cut short by its limits says nothing about longer ones

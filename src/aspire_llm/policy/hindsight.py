@@ -19,8 +19,9 @@ class Truth(Protocol):
 
 
 class Hindsight(PerRequestPolicy):
-    """Verifies exactly when a draft has gone wrong or the most drafts are pending; so each cycle drafts accepted + 1 tokens,
-    which is all that a policy told nothing in advance could hope for. Drafts none where a draft costs as much as a plain token."""
+    """Verifies exactly when a draft has gone wrong or the most drafts are pending: each cycle drafts accepted + 1 tokens,
+    which is all that a policy told nothing in advance could hope for. None where a draft costs as much as a plain token.
+    """
 
     def __init__(self, cost: CostModel, reads: ReadModel, truth: Truth) -> None:
         super().__init__(cost, reads)

@@ -19,7 +19,8 @@ class PerRequestPolicy(ABC):
         self._cost = cost
         self._reads = reads
         self._bound = VerifyBound(max_verify_tokens)
-        self._credit: dict[int, float] = {}
+        self._credit: dict[int, float] = {}  # seconds saved up for the next probe
+        self._probes: dict[int, float] = {}  # seconds spent on the probe under way
 
     def decide(self, requests: Sequence[RequestView], prefill: StepLoad) -> list[Action]:
         costs = RowCosts.of_step(self._cost, self._reads, len(requests), prefill)
@@ -36,23 +37,29 @@ class PerRequestPolicy(ABC):
     def _may_probe(self, view: RequestView, costs: RowCosts) -> bool:
         """Where plain decoding is best by what is known of a request, a draft now and then tells whether it still is.
 
-        Each plain step saves up PROBE_SHARE of its time; a draft is made when that pays for it. Never where even drafts
-        that are all accepted would cost more than plain tokens.
+        Each plain step saves up PROBE_SHARE of its time; a draft is made when that pays for it. One that was right has
+        paid for itself and the next follows at once. Never where even an accepted draft costs more than a plain token.
         """
         draft, plain = costs.draft(view.length, 0), costs.verify(view.length)
         if draft >= plain:
             return False
         credit = self._credit.get(view.key, 0.0) + PROBE_SHARE * plain
-        probe = credit >= draft
-        self._credit[view.key] = 0.0 if probe else credit
-        return probe
+        if credit < draft:
+            self._credit[view.key] = credit
+            return False
+        self._credit[view.key], self._probes[view.key] = 0.0, draft
+        return True
 
     def observe_cycle(self, outcome: CycleOutcome) -> None:
-        """Nothing to learn, unless a policy says so."""
+        if outcome.drafted:
+            spent = self._probes.pop(outcome.key, 0.0)
+            if spent and outcome.accepted == outcome.drafted:
+                self._credit[outcome.key] = self._credit.get(outcome.key, 0.0) + spent
 
     def observe_step(self, load: StepLoad) -> None:
         self._cost.observe(load)
 
     def forget(self, key: int) -> None:
         self._credit.pop(key, None)
+        self._probes.pop(key, None)
         self._bound.forget(key)

@@ -11,12 +11,13 @@ go on until the last of these has left, so that the batch does not run dry at th
 
 from __future__ import annotations
 
+import json
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -26,8 +27,8 @@ from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
 from aspire_llm.policy.trace import Draft, Trace, shipped_traces
 
-# Where the next cycle's draft comes from: the position that this one reached, as in decoding; or any start of the request,
-# all alike, as in shared/FINDINGS. (Not the next start: its draft says the same tokens, which a policy would have seen.)
+# Where the next cycle's draft comes from: the position that this one reached, as in decoding; or any position, all
+# alike, so that every start counts the same. (Not the next start: its draft says the same tokens as this one's.)
 Walk = Literal["positions", "starts"]
 NO_LOAD = StepLoad(0, 0.0)
 BOUNDED = frozenset(name for name, (takes, _) in POLICY_SETTINGS.items() if "max_verify_tokens" in takes)
@@ -37,7 +38,7 @@ BOUNDED = frozenset(name for name, (takes, _) in POLICY_SETTINGS.items() if "max
 class SimulatedCost:
     """The clock: coefficients of the cost model, what rows read, and how long the contexts are.
 
-    The default is that of shared/FINDINGS, in any unit: of 16 requests each pays 1/16 of the weights; its full read costs
+    The default, in units of one read of the weights: of 16 requests each pays 1/16 of it, a full read of its KV costs
     0.35, its draft's read 0.02. That is one refresh layer of 24 and a set of 452 positions at 28,000 tokens.
     """
 
@@ -68,6 +69,8 @@ class Replay:
         for name in ("batch_size", "tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} {getattr(self, name)}: allowed are 1 and more", name)
+        if self.walk not in get_args(Walk):
+            raise UserError(f"walk {self.walk!r}: known are {', '.join(get_args(Walk))}", "walk")
         if self.arrival_rate is not None and self.arrival_rate <= 0.0:
             raise UserError(f"arrival_rate {self.arrival_rate}: must be positive", "arrival_rate")
 
@@ -268,3 +271,95 @@ def run_policy(
         truth=simulation if name == "hindsight" else None,
     )
     return simulation.run(policy)
+
+
+def best_fixed_length(trace: Trace, cost: SimulatedCost, replay: Replay) -> tuple[int, SimulatedRun]:
+    """The single draft length that is best for the whole trace, found by trying all of them (phases spread)."""
+    runs = {g: run_policy(trace, f"staggered:{g}", cost, replay) for g in range(1, trace.max_draft + 1)}
+    best = max(runs, key=lambda g: runs[g].tokens_per_s)
+    return best, runs[best]
+
+
+def simulate(
+    traces: Mapping[str, Trace] | None = None,
+    cost: SimulatedCost | None = None,
+    policies: Sequence[str] = ("ema", "confidence", "hindsight"),
+    replay: Replay | None = None,
+    *,
+    max_verify_tokens: int | None = None,
+    resamples: int = 1000,
+) -> dict[str, Any]:
+    """Replay every trace (by default the shipped ones) under every policy.
+
+    Returns {"traces": {NAME: {"policies": {NAME: {"tokens_per_s", "speedup", "of_hindsight", "interval"}}}}}: tokens a
+    second of machine time; that over plain decoding's and over hindsight's; and the 95 % interval of the last, by
+    bootstrap over the requests of the trace (every request's replays stay together, policies are compared on the same).
+    `max_verify_tokens` reaches the policies that take it.
+    """
+    traces = shipped_traces() if traces is None else traces
+    cost, replay = cost or SimulatedCost(), replay or Replay()
+    report: dict[str, Any] = {}
+    for name, trace in traces.items():
+        plain = run_policy(trace, "autoregressive", cost, replay)
+        hindsight = run_policy(trace, "hindsight", cost, replay)
+        known = {"autoregressive": plain, "hindsight": hindsight}
+        rows = {}
+        for spec in policies:
+            run = known.get(spec) or run_policy(trace, spec, cost, replay, max_verify_tokens)
+            rows[spec] = {
+                "tokens_per_s": run.tokens_per_s,
+                "speedup": run.tokens_per_s / plain.tokens_per_s,
+                "of_hindsight": run.tokens_per_s / hindsight.tokens_per_s,
+                "interval": bootstrap_interval(run, hindsight, resamples, replay.seed),
+            }
+        report[name] = {"policies": rows}
+    return {"traces": report}
+
+
+def bootstrap_interval(run: SimulatedRun, other: SimulatedRun, resamples: int = 1000, seed: int = 0) -> list[float]:
+    """95 % percentile interval of run's tokens/s over other's, resampling the requests of the trace."""
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(0, len(run.tokens), size=(resamples, len(run.tokens)))
+
+    def rates(of: SimulatedRun) -> np.ndarray:
+        rate: np.ndarray = np.asarray(of.tokens)[picks].sum(axis=1) / np.asarray(of.seconds)[picks].sum(axis=1)
+        return rate
+
+    low, high = np.quantile(rates(run) / rates(other), [0.025, 0.975])
+    return [float(low), float(high)]
+
+
+def read_cost(path: str) -> SimulatedCost:
+    """A SimulatedCost from a JSON object with any of its fields; those of the read model (budget, num_layers,
+    num_refresh_layers) stand beside the others, all three or none."""
+    try:
+        with open(path, encoding="utf-8") as handle:
+            given = json.load(handle)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cost {path}: cannot be read as JSON ({error})", "cost") from error
+    own = {f.name for f in fields(SimulatedCost)} - {"reads"}
+    reads = {f.name for f in fields(ReadModel)}
+    if not isinstance(given, dict) or given.keys() - own - reads:
+        raise UserError(f"cost {path}: an object with keys of {sorted(own | reads)} is needed, it has {list(given)}", "cost")
+    for key, value in given.items():
+        whole = key == "context_length" or key in reads
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or value < 0:
+            raise UserError(f"cost {path}: {key} is {value!r}, allowed are numbers from 0 on, counts whole", "cost")
+    cost = SimulatedCost(**{k: v for k, v in given.items() if k in own})
+    of_reads = {k: v for k, v in given.items() if k in reads}
+    if of_reads and of_reads.keys() != reads:
+        raise UserError(f"cost {path}: {sorted(reads - of_reads.keys())} missing beside {sorted(of_reads)}", "cost")
+    return replace(cost, reads=ReadModel(**of_reads)) if of_reads else cost
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """The report of `simulate` as a table."""
+    lines = [f"{'trace':32} {'policy':16} {'tokens/s':>10} {'speed-up':>9} {'of hindsight':>13}  95 %"]
+    for name, trace in report["traces"].items():
+        for policy, row in trace["policies"].items():
+            low, high = row["interval"]
+            lines.append(
+                f"{name:32} {policy:16} {row['tokens_per_s']:10.4g} {row['speedup']:8.2f}x {row['of_hindsight']:13.3f}"
+                f"  {low:.3f}-{high:.3f}"
+            )
+    return "\n".join(lines)

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,11 +61,10 @@ class Trace:
 
 def read_traces(path: str | Traversable, name: str | None = None) -> dict[str, Trace]:
     """All methods of a trace file, by method. `name`: of the trace, by default the file's without its ending."""
-    source: Any = path
-    label = name or str(getattr(path, "name", path)).rsplit("/", 1)[-1].removesuffix(".npz")
+    source = Path(path) if isinstance(path, str) else path
+    label = name or source.name.removesuffix(".npz")
     try:
-        handle: IO[bytes] = open(source, "rb") if isinstance(source, str) else source.open("rb")
-        with handle, np.load(handle) as archive:
+        with source.open("rb") as handle, np.load(handle) as archive:
             arrays = {key: archive[key] for key in archive.files}
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"trace {path}: cannot be read as .npz ({error})", "trace") from error
@@ -81,16 +81,21 @@ def read_traces(path: str | Traversable, name: str | None = None) -> dict[str, T
     traces = {}
     for method in methods:
         accepted, confidence = arrays[f"{method}/accepted"], arrays.get(f"{method}/confidence")
-        if confidence is None or confidence.shape != (requests, starts, positions) or accepted.shape != (requests, starts):
-            raise UserError(f"trace {path}: arrays of {method} do not have the shape {(requests, starts, positions)}", "trace")
-        match = np.unpackbits(arrays[f"{method}/match"], axis=-1)[..., :positions] if f"{method}/match" in arrays else None
-        if match is not None and not np.array_equal(np.cumprod(match, axis=-1).sum(axis=-1), accepted):
+        match = arrays.get(f"{method}/match")
+        shape = (requests, starts, positions)
+        if confidence is None or confidence.shape != shape or accepted.shape != shape[:2]:
+            raise UserError(f"trace {path}: arrays of {method} do not have the shape {shape}", "trace")
+        if match is None or match.shape != (requests, starts, -(-positions // 8)):
+            raise UserError(f"trace {path}: match of {method} is missing or of another shape", "trace")
+        match = np.unpackbits(match, axis=-1)[..., :positions]
+        if not np.array_equal(np.cumprod(match, axis=-1).sum(axis=-1), accepted):
             raise UserError(f"trace {path}: match and accepted of {method} disagree", "trace")
         if int(accepted.min()) < 0 or int(accepted.max()) > positions:
             raise UserError(f"trace {path}: accepted of {method} must lie in 0..{positions}", "trace")
         rows = (confidence / 255.0).tolist()
         drafts = tuple(
-            tuple(Draft(int(a), tuple(c)) for a, c in zip(accepted[r].tolist(), rows[r], strict=True)) for r in range(requests)
+            tuple(Draft(a, tuple(c)) for a, c in zip(of_request, row, strict=True))
+            for of_request, row in zip(accepted.tolist(), rows, strict=True)
         )
         traces[method] = Trace(label, method, first, stride, drafts)
     return traces

@@ -143,6 +143,7 @@ class StopStrings:
         released = len(self._seen) - self._held
         if armed and (found := self._find(text, len(self._seen))):
             begin, end, self.matched = found
+            self._held = 0
             return text[released : end if self._include else begin]
         self._held = 0 if self._include else self._possible(text[released:])
         safe = text[released : len(text) - self._held]

@@ -96,7 +96,7 @@ class Sampler:
         prompt_token_ids: Sequence[int],
         eos_token_ids: Collection[int] = (),
     ) -> None:
-        """A request takes the slot, at its beginning or after a preemption. seed: of its random numbers, an int64."""
+        """A request takes the slot, at its beginning or after a preemption. seed: of its random numbers, modulo 2^64."""
         self.validate(params)
         self.release(slot)
         matcher = None
@@ -105,7 +105,7 @@ class Sampler:
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self._edits.admit(slot, params, prompt_token_ids, stops, matcher)
         self._filters.admit(slot, params)
-        self._seeds[slot] = seed
+        self._seeds[slot] = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self._greedy[slot] = params.greedy
         if params.logprobs is not None:
             self._logprobs[slot] = params.logprobs

@@ -68,6 +68,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it can never run."""
+        self.validate(request)
+        self.waiting.append(request)
+
+    def validate(self, request: Request) -> None:
+        """Raise UserError if the request can never run."""
         n = len(request.prompt_token_ids)
         if n == 0:
             raise UserError("prompt is empty; at least 1 token is needed", "prompt")
@@ -76,7 +81,6 @@ class Scheduler:
                 f"prompt has {n} tokens; max_model_len={self.limits.max_model_len} allows {self.limits.max_model_len - 1} and one of output",
                 "prompt",
             )
-        self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
         """End a request at any phase. Results still in flight for it are dropped."""

@@ -235,7 +235,8 @@ def _tile_80(
     )  # fmt: skip
 
 
-@triton.jit
+# Not specialised: what differs between layers or steps, else the same kernel would be compiled again and again.
+@triton.jit(do_not_specialize=["num_pieces", "sets", "num_heads", "table_stride", "set_stride", "score_blocks"])
 def attend_kernel(
     q,  # [T, query heads, D], heads and tokens strided
     k_cache,  # [KV heads, places, D], strided, D contiguous

@@ -225,15 +225,18 @@ class TritonBackend:
         )  # fmt: skip
 
     def attend(self, plan: TritonPlan, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attention alone, K and V being in the cache: the kernel, its combination, and the scores where they are wanted."""
-        batch = plan.batch
-        num_tokens, num_rows = q.shape[0], batch.slots.shape[0]
-        if num_tokens == 0:
+        """Attention alone, K and V being in the cache, into out [T, query heads, D]; and the scores where they are wanted."""
+        if q.shape[0] == 0:
             return
+        scored = layer in self.score_index and bool(plan.batch.scored_rows)
+        self._attend(plan.batch, layer, q, out, scored)
+        self._combine(plan.batch, layer, out)
+        if scored:
+            self._score(plan.batch, layer)
+
+    def _attend(self, batch: AttentionBatch, layer: int, q: Tensor, out: Tensor, scored: bool) -> None:
         keys, values = self.pool.k[layer], self.pool.v[layer]
-        _, max_pieces = self.bounds(num_tokens, num_rows)
-        dim_pad = triton.next_power_of_2(self.head_dim)
-        scored = layer in self.score_index and bool(batch.scored_rows)
+        _, max_pieces = self.bounds(q.shape[0], batch.slots.shape[0])
         attend_kernel[(max_pieces * self.kv_heads,)](
             q, keys, values, out, self.lse, self.part_acc, self.part_max, self.part_sum,
             self.pieces[layer], self.num_pieces[layer : layer + 1], batch.page_table, batch.sets[layer],
@@ -242,26 +245,29 @@ class TritonBackend:
             q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
             out.stride(0), out.stride(1), self.score_len, self.score_blocks,
             self.scale * LOG2_E * self.key_scale, self.value_scale,
-            KV_HEADS=self.kv_heads, GROUP=self.group, D=self.head_dim, D_PAD=dim_pad, PAGE=self.pool.page_size,
-            BLOCK_N=self.tuning.block_n, WINDOW=self.windows[layer], SCORED=scored, ROWS=self.rows,
-            MIN_ROWS=TILE_ROWS if self.deterministic else 16, 
+            KV_HEADS=self.kv_heads, GROUP=self.group, D=self.head_dim, D_PAD=triton.next_power_of_2(self.head_dim),
+            PAGE=self.pool.page_size, BLOCK_N=self.tuning.block_n, WINDOW=self.windows[layer], SCORED=scored, ROWS=self.rows,
+            MIN_ROWS=TILE_ROWS if self.deterministic else 16,
             NARROW_DEPTH=self.tuning.narrow_depth, WIDE_DEPTH=self.tuning.wide_depth, num_warps=self.tuning.warps,
         )  # fmt: skip
-        group_pad = triton.next_power_of_2(self.group)
-        combine_kernel[(num_tokens, self.kv_heads)](
+
+    def _combine(self, batch: AttentionBatch, layer: int, out: Tensor) -> None:
+        group_pad, dim_pad = triton.next_power_of_2(self.group), triton.next_power_of_2(self.head_dim)
+        combine_kernel[(out.shape[0], self.kv_heads)](
             self.part_acc, self.part_max, self.part_sum, batch.row_offsets, self.token_row,
             self.tiles[layer], self.row_tiles[layer], out, self.lse,
-            num_rows, self.num_heads, out.stride(0), out.stride(1), self.value_scale,
+            batch.slots.shape[0], self.num_heads, out.stride(0), out.stride(1), self.value_scale,
             KV_HEADS=self.kv_heads, GROUP=self.group, G_PAD=group_pad, D=self.head_dim, D_PAD=dim_pad, ROWS=self.rows,
             AT_ONCE=min(8, max(1, 4096 // (group_pad * dim_pad))), num_warps=4,
         )  # fmt: skip
-        if scored:
-            block_n = self.tuning.block_n
-            blocks = max(1, 1024 // block_n)
-            scores_kernel[(triton.cdiv(self.max_len, blocks * block_n), num_rows)](
-                self.score_p, self.score_max, self.lse, batch.score_weights, batch.positions,
-                self.entry_token, self.row_entries, self.score_ends[layer], self.layer_scores[self.score_index[layer]],
-                self.num_heads, self.max_len, self.score_len, self.score_blocks,
-                BLOCK_N=block_n, BLOCKS=blocks, WINDOW=self.windows[layer],
-                HEADS_AT_ONCE=min(8, triton.next_power_of_2(self.num_heads)), num_warps=4,
-            )  # fmt: skip
+
+    def _score(self, batch: AttentionBatch, layer: int) -> None:
+        block_n = self.tuning.block_n
+        blocks = max(1, 1024 // block_n)
+        scores_kernel[(triton.cdiv(self.max_len, blocks * block_n), batch.slots.shape[0])](
+            self.score_p, self.score_max, self.lse, batch.score_weights, batch.positions,
+            self.entry_token, self.row_entries, self.score_ends[layer], self.layer_scores[self.score_index[layer]],
+            self.num_heads, self.max_len, self.score_len, self.score_blocks,
+            BLOCK_N=block_n, BLOCKS=blocks, WINDOW=self.windows[layer],
+            HEADS_AT_ONCE=min(8, triton.next_power_of_2(self.num_heads)), num_warps=4,
+        )  # fmt: skip

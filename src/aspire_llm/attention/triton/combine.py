@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_offsets", "tiles", "row_tiles", "num_rows", "num_heads"])
 def combine_kernel(
     part_acc,  # float32 [max pieces * KV heads, ROWS, D]
     part_max,  # float32 [max pieces * KV heads, ROWS]
@@ -76,7 +76,7 @@ def combine_kernel(
     tl.store(lse + token * num_heads + head, m + tl.log2(safe), mask=g < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["score_ends", "num_heads", "score_blocks"])
 def scores_kernel(
     score_p,  # float16 [E, query heads, score_len]
     score_max,  # float32 [E, query heads, score_blocks]

@@ -21,7 +21,7 @@ def _keys(scores, position, length, n_sinks, n_recent):
     return tl.where(forced, 0xFFFFFFFF, key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths", "counts", "k", "n_sinks", "n_recent"])
 def _top_k_kernel(
     scores,  # float32 [R, longest]
     lengths,  # int32 [R]
@@ -112,7 +112,11 @@ def _rank(values, into, count, STEPS: tl.constexpr):
     return low, tl.load(into + low, mask=low < count, other=NEVER) == values
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "slots", "first_stride_l", "first_stride_s", "second_stride_n", "second_stride_s", "out_stride_l", "out_stride_s", "num_slots",
+    ]
+)  # fmt: skip
 def _merge_kernel(
     first,  # int32 [L, S, A]
     first_lengths,  # int32 [L, S]

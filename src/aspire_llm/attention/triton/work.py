@@ -14,7 +14,7 @@ import triton.language as tl
 PIECE_FIELDS = tl.constexpr(16)  # int32 each, 64 bytes: see the stores in `work_kernel`
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_offsets", "slots", "num_rows", "num_tokens", "max_entries", "table_stride"])
 def token_kernel(
     row_offsets,  # int32 [R + 1]
     slots,  # int32 [R]
@@ -75,7 +75,11 @@ def _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_spars
     return first, count, base, end
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "row_offsets", "slots", "starts", "sparse", "num_rows", "max_rows", "max_pieces", "max_tiles", "set_lengths_stride", "target",
+    ]
+)  # fmt: skip
 def work_kernel(
     row_offsets,  # int32 [R + 1]
     slots,  # int32 [R]

@@ -29,7 +29,12 @@ MOST_AT_ONCE = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts = parser.add_argument_group("prompts (at least one; given ones are decoded together)")
     prompts.add_argument(
-        "--prompt", dest="prompts", action="append", type=lambda text: ("--prompt", text), metavar="TEXT", help="may be repeated"
+        "--prompt",
+        dest="prompts",
+        action="append",
+        type=lambda text: ("--prompt", text),
+        metavar="TEXT",
+        help="may be repeated",
     )
     prompts.add_argument(
         "--prompt-file",
@@ -39,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a text file, UTF-8; - is standard input; may be repeated",
     )
-    prompts.add_argument("--chat", action="store_true", help="each prompt is a user's message, under the model's chat template")
+    prompts.add_argument(
+        "--chat", action="store_true", help="each prompt is a user's message, under the model's chat template"
+    )
     prompts.add_argument("--system", metavar="TEXT", help="system message; with --chat")
     parser.add_argument("--json", metavar="FILE", help="write outputs and the statistics of each request")
     add_sampling_options(parser, defaults=DEFAULTS)
@@ -64,7 +71,9 @@ def run(args: argparse.Namespace) -> None:
         printer.finish()
         print_statistics(outputs)
         if args.json is not None:
-            out.write_json({"model": llm.config.model, "method": llm.config.method, "outputs": [asdict(o) for o in outputs]})
+            out.write_json(
+                {"model": llm.config.model, "method": llm.config.method, "outputs": [asdict(o) for o in outputs]}
+            )
     failed = [output for output in outputs if output.error is not None]
     if failed:
         raise UserError(f"request {failed[0].request_id} failed: {failed[0].error}")
@@ -94,7 +103,7 @@ def conversation(llm: LLM, prompt: str, system: str | None) -> list[int]:
 
 
 class Printer:
-    """Writes texts to stdout after each step: of a lone request what is new, of several those that are done and next in order."""
+    """Writes texts to stdout after each step: of a lone request what is new, of several those that are done and next."""
 
     def __init__(self, groups: Sequence[Sequence[Request]]) -> None:
         self._requests = [request for group in groups for request in group]

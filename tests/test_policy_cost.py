@@ -1,0 +1,117 @@
+"""The cost model: what it recovers, what it follows, what it refuses."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aspire_llm.errors import UserError
+from aspire_llm.policy.base import StepLoad
+from aspire_llm.policy.cost import CostModel, ReadModel
+from aspire_llm.policy.rows import RowCosts
+
+TRUE = (4e-3, 5e-6, 2e-8)
+
+
+def step(rng: random.Random, speed: float = 1.0, noise: float = 0.03, free: float = 0.0) -> StepLoad:
+    tokens, kv = rng.randrange(1, 400), rng.uniform(0, 400_000)
+    seconds = TRUE[0] + TRUE[1] * max(0.0, tokens - free) + TRUE[2] * kv
+    return StepLoad(tokens, kv, seconds * speed * rng.lognormvariate(0.0, noise))
+
+
+def test_fit_recovers_known_coefficients_from_noisy_steps() -> None:
+    rng = random.Random(1)
+    model = CostModel.fit([step(rng) for _ in range(200)])
+    assert (model.fixed, model.per_token, model.per_kv) == pytest.approx(TRUE, rel=0.05)
+
+
+def test_fit_chooses_the_hinge_that_the_steps_show() -> None:
+    rng = random.Random(2)
+    assert CostModel.fit([step(rng, free=128) for _ in range(200)], free_tokens=(0.0, 128.0)).free_tokens == 128.0
+    assert CostModel.fit([step(rng) for _ in range(200)], free_tokens=(0.0, 128.0)).free_tokens == 0.0
+
+
+def test_fit_never_gives_a_negative_coefficient() -> None:
+    falling = [StepLoad(n, 0.0, 1.0 - n / 100) for n in range(1, 50)]
+    model = CostModel.fit(falling)
+    assert min(model.fixed, model.per_token, model.per_kv) >= 0.0
+    assert model.fixed > 0.0
+
+
+def test_online_estimates_approach_the_truth_from_a_bad_start() -> None:
+    rng = random.Random(3)
+    model = CostModel(1e-3, 5e-5, 1e-9)
+    for _ in range(500):
+        model.observe(step(rng))
+    assert (model.fixed, model.per_token, model.per_kv) == pytest.approx(TRUE, rel=0.15)
+
+
+def test_follows_a_machine_that_slows_by_half_in_mid_run() -> None:
+    rng = random.Random(4)
+    model = CostModel.fit([step(rng) for _ in range(60)])
+    for i in range(200):
+        model.observe(step(rng, speed=1.0 if i < 100 else 2.0))
+    assert model.share_within(0.1) >= 0.9
+    assert model.fixed == pytest.approx(2 * TRUE[0], rel=0.15)
+    assert model.per_kv == pytest.approx(2 * TRUE[2], rel=0.15)
+
+
+def test_outliers_do_not_move_it() -> None:
+    rng = random.Random(5)
+    model = CostModel.fit([step(rng) for _ in range(60)])
+    for i in range(300):
+        load = step(rng)
+        model.observe(StepLoad(load.tokens, load.kv_tokens, load.seconds * (50.0 if i % 10 == 0 else 1.0)))
+    quiet = [step(rng, noise=0.0) for _ in range(50)]
+    assert all(model.predict(s) == pytest.approx(s.seconds, rel=0.15) for s in quiet)
+
+
+def test_steps_that_never_vary_leave_the_other_directions_alone() -> None:
+    """A steady batch says nothing about the split: the coefficients must stay where calibration put them."""
+    rng = random.Random(6)
+    model = CostModel.fit([step(rng, noise=0.0) for _ in range(60)])
+    same = StepLoad(64, 100_000.0, TRUE[0] + TRUE[1] * 64 + TRUE[2] * 100_000)
+    for _ in range(5000):
+        model.observe(same)
+    assert (model.fixed, model.per_token, model.per_kv) == pytest.approx(TRUE, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**5), st.floats(0, 1e9), st.just(0.0) | st.floats(1e-7, 1e4)), max_size=60))
+def test_any_steps_leave_finite_non_negative_coefficients(steps: list[tuple[int, float, float]]) -> None:
+    model = CostModel(1e-3, 1e-6, 1e-8)
+    for tokens, kv, seconds in steps:
+        model.observe(StepLoad(tokens, kv, seconds))
+    for value in (model.fixed, model.per_token, model.per_kv):
+        assert 0.0 <= value < float("inf")
+    assert model.fixed + model.per_token + model.per_kv > 0.0
+    assert 0.0 <= model.share_within() <= 1.0
+
+
+def test_reads_of_rows() -> None:
+    reads = ReadModel(budget=512, num_layers=24, num_refresh_layers=1)
+    assert reads.draft(28_000, 0) == pytest.approx(512 * 23 / 24 + 28_000 / 24)
+    assert reads.draft(28_000, 10) - reads.draft(28_000, 0) == pytest.approx(10 * 23 / 24)
+    assert reads.draft(300, 5) == 300  # no layer reads more than there is
+    assert reads.verify(28_000) == 28_000
+
+
+def test_row_costs_share_the_fixed_part_and_the_prefill_takes_a_share() -> None:
+    cost, reads = CostModel(1.0, 0.0, 1e-5), ReadModel(0, 2, 0)
+    assert RowCosts.of_step(cost, reads, 16, StepLoad(0, 0.0)).share == pytest.approx(1 / 16)
+    assert RowCosts.of_step(cost, reads, 16, StepLoad(512, 1e5)).share == pytest.approx(1 / 17)
+
+
+def test_tokens_are_free_below_the_hinge() -> None:
+    cost, reads = CostModel(1.0, 0.01, 1e-5, free_tokens=128), ReadModel(0, 2, 0)
+    assert RowCosts.of_step(cost, reads, 64, StepLoad(0, 0.0)).per_token == 0.0
+    assert RowCosts.of_step(cost, reads, 256, StepLoad(0, 0.0)).per_token == pytest.approx(0.01 * (1 - 128 / 512))
+
+
+def test_bad_numbers_are_refused() -> None:
+    with pytest.raises(UserError, match="negative"):
+        CostModel(-1.0, 0.0, 0.0)
+    with pytest.raises(UserError, match="at least 3"):
+        CostModel.fit([StepLoad(1, 1.0, 1.0)])
+    with pytest.raises(UserError, match="num_refresh_layers"):
+        ReadModel(512, 24, 25)
