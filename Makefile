@@ -11,7 +11,7 @@ TEST_READY := $(VENV)/.test-ready
 setup: $(READY)
 
 # torch first: what it brings along differs between CPU and CUDA builds, and nothing later may move it
-$(READY): pyproject.toml constraints.txt Makefile
+$(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt torch==2.13.0
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
@@ -31,7 +31,7 @@ test: $(TEST_READY)
 
 lint: $(READY)
 	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff format --check --line-length 120 src tests
 	$(BIN)/mypy
 
 check: lint test

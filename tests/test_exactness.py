@@ -70,9 +70,9 @@ def test_methods_equal_plain(model: LoadedModel, method: str, late: bool) -> Non
 def test_every_draft_length(model: LoadedModel, length: int) -> None:
     prompts = prompts_of(LENGTHS)
     expected = plain_tokens(model, prompts, GREEDY)
-    for method in ("aspire", "vegas"):
+    for method, policy in (("aspire", "staggered"), ("vegas", "lockstep")):
         requests = requests_for(model, prompts, GREEDY)
-        engine = tiny_engine(model, method=method, draft_tokens=length)
+        engine = tiny_engine(model, method=method, draft_tokens=length, policy_name=policy)
         assert run(engine, requests) == expected
         assert max(len(r.stats.drafted_per_position) for r in requests) == length
 

@@ -117,7 +117,7 @@ def test_calibration_learns_each_requests_own_map() -> None:
     for key, rates in true.items():
         odds = calibration.odds(key)
         for confidence, rate in rates.items():
-            assert 1.0 - odds.reject[bin_of(confidence)] == pytest.approx(rate, abs=0.06)
+            assert 1.0 - odds.reject[bin_of(confidence)] == pytest.approx(rate, abs=0.08)
         assert odds.accept_next[bin_of(0.85)] == pytest.approx(mean(rates.values()), abs=0.08)
     fresh = calibration.odds(3)  # the batch is the prior of a newcomer
     assert true[2][0.25] < 1.0 - fresh.reject[bin_of(0.25)] < true[1][0.25]
@@ -208,9 +208,9 @@ def test_zero_kv_cost_gives_none(name: str, rate: float) -> None:
 def test_drafts_that_never_pay_cost_at_most_two_percent(name: str) -> None:
     """Every draft is wrong: all but the first few cycles and the paid-for probes are plain."""
     cost = long_context()
-    driver = Driver(make_policy(name, cost, READS), range(8), lambda key: (0, [0.9] * 64))
+    driver = Driver(make_policy(name, cost, READS), range(4), lambda key: (0, [0.9] * 64))
     driver.run(1500)
-    draft, verify = 1 / 8 + cost.per_kv * READS.draft(LENGTH, 1), 1 / 8 + 0.35
+    draft, verify = 1 / 4 + cost.per_kv * READS.draft(LENGTH, 1), 1 / 4 + 0.35
     for cycles in driver.cycles.values():
         assert any(d for d, _ in cycles[500:])  # it goes on probing
         assert sum(d * draft for d, _ in cycles[:1500]) <= 0.02 * verify * 1500
@@ -276,7 +276,7 @@ def test_a_request_alone_drafts_no_longer_than_in_a_batch(name: str) -> None:
     alone = Driver(make_policy(name, long_context(), READS), range(1), constant(0.95))
     batch = Driver(make_policy(name, long_context(), READS), range(64), constant(0.95))
     alone.run(100)
-    batch.run(40)
+    batch.run(30)
     of_alone = mean(d for d, _ in alone.cycles[0][20:])
     of_batch = mean(d for c in batch.cycles.values() for d, _ in c[20:])
     if name == "fsm":  # knows no costs
@@ -411,13 +411,13 @@ def test_forgetting_leaves_nothing_behind(name: str) -> None:
 
 
 def test_unknown_names_and_settings_without_use_are_refused() -> None:
-    with pytest.raises(UserError, match="known are autoregressive, lockstep.*hindsight"):
+    with pytest.raises(UserError, match=r"known are autoregressive, lockstep.*hindsight"):
         make_policy("medusa", long_context(), READS)
     with pytest.raises(UserError, match="needs draft_length"):
         make_policy("lockstep", long_context(), READS)
-    with pytest.raises(UserError, match="draft_length.*no such setting"):
+    with pytest.raises(UserError, match=r"draft_length.*no such setting"):
         make_policy("ema", long_context(), READS, draft_length=4)
-    with pytest.raises(UserError, match="max_verify_tokens.*no such setting"):
+    with pytest.raises(UserError, match=r"max_verify_tokens.*no such setting"):
         make_policy("lockstep", long_context(), READS, draft_length=4, max_verify_tokens=128)
     with pytest.raises(UserError, match="draft_length 0"):
         make_policy("staggered", long_context(), READS, draft_length=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from aspire_llm.errors import UserError
 from aspire_llm.request import RowKind, SamplingParams
@@ -191,3 +192,31 @@ def test_prompt_logprobs_helper() -> None:
     assert abs(sum(np.exp(value) for _, value in second.top) - 1) < 1e-6
     assert token_logprobs(logits, torch.tensor([2, 3]), 0)[0].top == ()
     assert token_logprobs(logits[:0], torch.zeros(0, dtype=torch.int64), 5) == []
+
+
+@pytest.mark.parametrize("mode", ["rejection", "greedy", "coupled"])
+def test_the_host_never_waits_in_the_common_path(mode: str) -> None:
+    """On tensors without data every read of a value raises."""
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.8, top_k=4, top_p=0.9, min_p=0.01),
+        SamplingParams(repetition_penalty=1.2, logit_bias={1: 2}, min_tokens=2, bad_words_token_ids=[[1, 2]]),
+        SamplingParams(allowed_token_ids=[1, 2, 3]),
+    ]
+    with FakeTensorMode():
+        sampler = Sampler(8, V, "cpu", mode)
+        for slot, one in enumerate(params):
+            sampler.admit(slot, one, slot, [1], [0])
+            assert not sampler.needs_host(slot)
+        history = torch.ones(8, 20, dtype=torch.int64)
+
+        def run(kind: RowKind, n: int) -> None:
+            positions = torch.arange(4 * n) % n
+            sampler.run(SampleBatch((kind,) * 4, (0, 1, 2, 3), (n,) * 4, torch.randn(4 * n, V), positions, history))
+
+        run(RowKind.PREFILL, 1)
+        run(RowKind.DRAFT, 1)
+        run(RowKind.VERIFY, 3)
+        sampler.admit(0, SamplingParams(logprobs=1), 0, [1], [0])
+        with pytest.raises(DataDependentOutputException):
+            run(RowKind.VERIFY, 1)

@@ -18,6 +18,7 @@ from aspire_llm.models.config import DecoderConfig
 from aspire_llm.models.decoder import Decoder
 from aspire_llm.models.load import LoadedModel, dummy_decoder
 from aspire_llm.policy.base import Action, CycleOutcome, RequestView, StepLoad
+from aspire_llm.policy.cost import CostModel
 from aspire_llm.request import Request, RowKind, SamplingParams
 from aspire_llm.sampling.batch import SampleBatch, SampleOutput
 
@@ -67,7 +68,17 @@ def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def tiny_engine(model: LoadedModel, *, late: bool = False, policy: Any = None, **options: Any) -> Engine:
+class FixedCost(CostModel):
+    """Costs that no measurement moves, so that what a policy does never depends on this machine's time."""
+
+    def observe(self, load: StepLoad) -> None:
+        pass
+
+
+def tiny_engine(
+    model: LoadedModel, *, late: bool = False, policy: Any = None, policy_name: str | None = None, **options: Any
+) -> Engine:
+    """policy: an object to use; policy_name: or one of the engine's own, by name."""
     settings: dict[str, Any] = {
         "model": "tiny",
         "max_model_len": 256,
@@ -80,7 +91,9 @@ def tiny_engine(model: LoadedModel, *, late: bool = False, policy: Any = None, *
     if drafts:
         settings["budget"] = 16
     settings.update(options)
-    engine = build_engine(make_config(**settings), model, policy=policy)
+    if policy_name is not None:
+        settings["policy"] = policy_name
+    engine = build_engine(make_config(**settings), model, policy=policy, cost=FixedCost(1.0, 0.01, 0.05)).engine
     return Engine(engine.scheduler, engine.runner, late=late) if late else engine
 
 

@@ -35,7 +35,9 @@ METHODS: dict[str, MethodPreset] = {
     ),
     "vegas": MethodPreset("verified", "lockstep", 6, "Vegas: set from the last verification, whole batch in phase"),
     "sparsespec": MethodPreset("verified", "staggered", 8, "SparseSpec: fixed draft length, phases spread over the batch"),
-    "aspire": MethodPreset("refreshed", "staggered", 8, "ours: refreshed drafting context, every request at its own pace"),
+    "aspire-fsm": MethodPreset("refreshed", "fsm", 4, "ASPIRE's simple variant: longer after full acceptance, shorter after a rejection"),
+    "aspire-ema": MethodPreset("refreshed", "ema", 4, "ASPIRE, the paper: best length by smoothed acceptance rate and cost model"),
+    "aspire": MethodPreset("refreshed", "confidence", 4, "ours: every request drafts while its draft confidence says that it pays"),
 }
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -89,6 +91,8 @@ class EngineConfig(BaseModel):
         None, ge=1, le=64, description="draft length of fixed-length policies; default: the method's"
     )
     max_draft_tokens: int = Field(16, ge=1, le=64, description="most drafts between two verifications")
+    max_verify_tokens: int | None = Field(None, ge=1, description="most tokens of verifications a step; default 128 on a GPU")
+    calibrate: bool = Field(True, description="measure this machine at start-up, for policies that weigh costs")
     refresh_layers: tuple[int, ...] | None = Field(
         None, description="layers that renew the context; default: profile's, else penultimate"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -56,10 +56,13 @@ class AttentionPlan(Protocol):
         ...
 
 
-class Backend(Protocol):
-    def plan(self, batch: AttentionBatch) -> AttentionPlan: ...
+P = TypeVar("P", bound=AttentionPlan)
 
-    def run(self, plan: AttentionPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+
+class Backend(Protocol[P]):
+    def plan(self, batch: AttentionBatch) -> P: ...
+
+    def run(self, plan: P, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v at the rows' positions, then attend.
 
         q: [T, query heads, D]; k, v: [T, KV heads, D], rope applied. Returns [T, query heads, D].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import psutil
@@ -13,7 +14,7 @@ from aspire_llm.cache.pool import KVPool
 from aspire_llm.config import EngineConfig
 from aspire_llm.context.selectors import Selector, make_selector
 from aspire_llm.context.state import ContextState
-from aspire_llm.engine.calibrate import prior_cost
+from aspire_llm.engine.calibrate import calibrate, prior_cost
 from aspire_llm.engine.engine import Engine
 from aspire_llm.engine.runner import Runner
 from aspire_llm.errors import UserError
@@ -21,14 +22,16 @@ from aspire_llm.models.config import DecoderConfig
 from aspire_llm.models.decoder import Decoder
 from aspire_llm.models.load import LoadedModel, load_model
 from aspire_llm.policy.base import Policy
-from aspire_llm.policy.cost import ReadModel
-from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
+from aspire_llm.policy.cost import CostModel, ReadModel
+from aspire_llm.policy.factory import POLICY_SETTINGS, PRICED, make_policy
 from aspire_llm.policy.hindsight import Truth
 from aspire_llm.sampling.sampler import Sampler
+from aspire_llm.sampling.structured import Grammars
 from aspire_llm.scheduler.scheduler import Limits, Scheduler
 
 CPU_CACHE_SHARE = 0.4  # of the free memory, when kv_cache_memory is not given
 DEFAULT_BUDGET = 512
+GPU_VERIFY_TOKENS = 128  # tokens a step that hide behind the read of the weights (measured on an H200)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,16 @@ class Resolved:
     context: str | None
     policy: str
     draft_tokens: int
+    max_verify_tokens: int | None
     budget: int
     refresh_layers: tuple[int, ...] | None
+    verified_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    engine: Engine
+    cache: Cache
 
 
 def choose_device(name: str) -> torch.device:
@@ -111,6 +122,11 @@ def resolve(config: EngineConfig, model: DecoderConfig, device: torch.device, dt
             )
         max_model_len = num_pages * page_size
     tokens = config.max_num_batched_tokens or (512 if device.type == "cpu" else 2048)
+    policy = config.policy or preset.policy
+    takes, _ = POLICY_SETTINGS.get(policy, (frozenset(), frozenset()))
+    for option, setting in (("draft_tokens", "draft_length"), ("max_verify_tokens", "max_verify_tokens")):
+        if getattr(config, option) is not None and policy in POLICY_SETTINGS and setting not in takes:
+            raise UserError(f"{option}={getattr(config, option)} does nothing with policy {policy!r}", option)
     limits = Limits(config.max_num_seqs, tokens, max_model_len, max_draft, min_last_chunk=32 if context == "snapkv" else 1)
     return Resolved(
         device=device,
@@ -119,10 +135,12 @@ def resolve(config: EngineConfig, model: DecoderConfig, device: torch.device, dt
         num_pages=num_pages,
         limits=limits,
         context=context,
-        policy=config.policy or preset.policy,
+        policy=policy,
         draft_tokens=min(config.draft_tokens or preset.draft_tokens, max_draft),
+        max_verify_tokens=config.max_verify_tokens or (GPU_VERIFY_TOKENS if device.type == "cuda" else None),
         budget=config.budget or DEFAULT_BUDGET,
         refresh_layers=config.refresh_layers,
+        verified_share=0.5,
     )
 
 
@@ -153,9 +171,21 @@ def choose_num_pages(config: EngineConfig, page_bytes: int, pages_per_request: i
     return min(wanted, affordable)
 
 
-def build_engine(config: EngineConfig, model: LoadedModel, cache: Cache | None = None, *, policy: Policy | None = None, truth: Truth | None = None) -> Engine:
-    """An engine for a loaded model. `cache`: an idle engine's, to share its pool and cached prefixes; `policy`: instead of
-    the config's. `truth`: for policy "hindsight", which is told the continuation."""
+def build_engine(
+    config: EngineConfig,
+    model: LoadedModel,
+    cache: Cache | None = None,
+    *,
+    cost: CostModel | None = None,
+    policy: Policy | None = None,
+    truth: Truth | None = None,
+) -> Built:
+    """An engine for a loaded model.
+
+    cache: an idle engine's, to share its pool and cached prefixes. cost: another engine's cost model on this machine, to
+    start from instead of calibrating. policy: instead of the config's. truth: for policy "hindsight", which is told the
+    continuation.
+    """
     shape = model.config
     decoder = model.decoder
     resolved = resolve(config, shape, decoder.device, decoder.dtype, cache)
@@ -169,7 +199,7 @@ def build_engine(config: EngineConfig, model: LoadedModel, cache: Cache | None =
             refresh_layers=resolved.refresh_layers,
             num_slots=config.max_num_seqs,
             budget=resolved.budget,
-            verified_share=0.5,
+            verified_share=resolved.verified_share,
             device=resolved.device,
         )
     backend = ReferenceBackend(
@@ -180,16 +210,18 @@ def build_engine(config: EngineConfig, model: LoadedModel, cache: Cache | None =
         refresh_layers=selector.refresh_layers if selector else (),
         score_layers=selector.score_layers if selector else (),
     )
+    sampler = Sampler(
+        config.max_num_seqs,
+        shape.vocab_size,
+        resolved.device,
+        config.draft_sampling,
+        max_draft_tokens=config.max_draft_tokens,
+        grammars=Grammars(model.tokenizer, shape.vocab_size, model.eos_token_ids) if model.tokenizer is not None else None,
+    )
     runner = Runner(
         decoder,
         backend,
-        Sampler(
-            config.max_num_seqs,
-            shape.vocab_size,
-            resolved.device,
-            config.draft_sampling,
-            max_draft_tokens=config.max_draft_tokens,
-        ),
+        sampler,
         selector,
         ContextState(shape.num_layers, config.max_num_seqs, resolved.budget if selector else 1, resolved.device),
         num_slots=config.max_num_seqs,
@@ -197,19 +229,37 @@ def build_engine(config: EngineConfig, model: LoadedModel, cache: Cache | None =
         page_size=config.block_size,
         device=resolved.device,
     )
-    if policy is None:
-        policy = build_policy(resolved, decoder, selector, truth)
-    return Engine(Scheduler(resolved.limits, cache.pages, policy), runner)
-
-
-def build_policy(resolved: Resolved, decoder: Decoder, selector: Selector | None, truth: Truth | None = None) -> Policy:
-    shape = decoder.config
-    parameters = sum(p.numel() for p in decoder.parameters())
-    cost = prior_cost(shape, parameters, resolved.dtype, resolved.device)
-    reads = ReadModel(resolved.budget, shape.num_layers, len(selector.refresh_layers) if selector else 0)
+    if policy is not None:
+        return Built(Engine(Scheduler(resolved.limits, cache.pages, policy), runner), cache)
     takes, _ = POLICY_SETTINGS.get(resolved.policy, (frozenset(), frozenset()))
-    length = resolved.draft_tokens if "draft_length" in takes else None
-    return make_policy(resolved.policy, cost, reads, draft_length=length, truth=truth)
+    cost = starting_cost(config, resolved, runner, cache, cost) if resolved.policy in PRICED else prior(decoder, resolved)
+    policy = make_policy(
+        resolved.policy,
+        cost,
+        ReadModel(resolved.budget, shape.num_layers, len(selector.refresh_layers) if selector else 0),
+        draft_length=resolved.draft_tokens if "draft_length" in takes else None,
+        max_verify_tokens=resolved.max_verify_tokens if "max_verify_tokens" in takes else None,
+        truth=truth,
+    )
+    shown = cost if resolved.policy in PRICED else None
+    return Built(Engine(Scheduler(resolved.limits, cache.pages, policy), runner, cost=shown), cache)
+
+
+def starting_cost(
+    config: EngineConfig, resolved: Resolved, runner: Runner, cache: Cache, given: CostModel | None
+) -> CostModel:
+    """Another engine's coefficients, or those of a calibration, or (without either) those of an ordinary machine."""
+    if given is not None:
+        return copy.deepcopy(given)  # each engine keeps its own right
+    fitted = None
+    if config.calibrate:
+        free_tokens = (0.0,) if resolved.device.type == "cpu" else (0.0, 64.0, 128.0)
+        fitted = calibrate(runner, cache.pool, cache.pages, resolved.limits, free_tokens)
+    return fitted if fitted is not None else prior(runner.decoder, resolved)
+
+
+def prior(decoder: Decoder, resolved: Resolved) -> CostModel:
+    return prior_cost(decoder.config, sum(p.numel() for p in decoder.parameters()), resolved.dtype, resolved.device)
 
 
 def make_cache(config: EngineConfig, model: LoadedModel, resolved: Resolved) -> Cache:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
+from aspire_llm.cache.pages import PageAllocator
+from aspire_llm.cache.pool import KVPool
+from aspire_llm.engine.runner import Runner
 from aspire_llm.models.config import DecoderConfig
+from aspire_llm.policy.base import StepLoad
 from aspire_llm.policy.cost import CostModel
+from aspire_llm.request import RowKind, SamplingParams
+from aspire_llm.scheduler.plan import Admission, PageWrite, Row, StepPlan
+from aspire_llm.scheduler.scheduler import Limits
 
 # bytes/s and operations/s of an ordinary machine of the kind; only ratios matter, and only until steps were measured
 NOMINAL = {"cpu": (2e10, 1e11), "cuda": (2e12, 4e14)}
+
+BATCHES = (1, 4)  # requests in a calibration step
+LENGTHS = {"cpu": (256, 2048), "cuda": (1024, 16384)}  # KV tokens of each
+DRAFTS = (1, 3, 7)  # drafts before each verification
+KEY = -1  # of the pages that calibration borrows
 
 
 def prior_cost(shape: DecoderConfig, num_parameters: int, dtype: torch.dtype, device: torch.device) -> CostModel:
@@ -19,3 +33,60 @@ def prior_cost(shape: DecoderConfig, num_parameters: int, dtype: torch.dtype, de
         per_token=2 * num_parameters / rate,
         per_kv=shape.kv_bytes_per_token(dtype) / bandwidth,
     )
+
+
+def calibrate(runner: Runner, pool: KVPool, pages: PageAllocator, limits: Limits, free_tokens: Sequence[float] = (0.0,)) -> CostModel | None:
+    """Run a few dozen steps of draft and verify rows, of several batch sizes and lengths, and fit the three terms.
+
+    Borrows free pages and slots of an idle engine and gives them back. None where the pool or the limits leave no room
+    for two lengths: the prior must do then.
+    """
+    samples: list[StepLoad] = []
+    longest = min(limits.max_model_len, pages.num_free * pages.page_size // 2)
+    lengths = [min(length, longest) for length in LENGTHS[runner.device.type]]
+    drafts = [n for n in DRAFTS if n <= limits.max_draft_tokens]
+    room = 1 + sum(n + 1 for n in drafts)  # tokens that the verifications commit, plus one
+    if not drafts or lengths[0] == lengths[1] or lengths[0] <= room:
+        return None
+    for batch in sorted({min(b, limits.max_num_seqs) for b in BATCHES}):
+        for length in lengths:
+            if batch * length > pages.num_free * pages.page_size:
+                continue
+            pages_of_slot = -(-length // pages.page_size)
+            pages.open(KEY, (), 0)
+            reserved = pages.reserve(KEY, batch * pages_of_slot * pages.page_size)
+            assert reserved is not None
+            try:
+                measured = list(_cycle(runner, pool, reserved[1], batch, length, room, drafts))
+            finally:
+                pages.release(KEY)
+                for slot in range(batch):
+                    runner.sampler.release(slot)
+            samples.extend(measured[1:])  # the first one warms up
+    return CostModel.fit(samples, free_tokens) if len(samples) >= 3 else None
+
+
+def _cycle(
+    runner: Runner, pool: KVPool, borrowed: Sequence[int], batch: int, length: int, room: int, drafts: Sequence[int]
+) -> Iterator[StepLoad]:
+    """Steps of one batch size and length: verify, then each number of drafts and their verification."""
+    places = torch.tensor(borrowed, device=runner.device)[:, None] * pool.page_size + torch.arange(pool.page_size, device=runner.device)
+    for tensor in (*pool.k, *pool.v):
+        tensor[:, places.flatten()] = 0  # what lies there may be infinite or slow to compute with
+    prompt = (0,) * (length - room + 1)
+    params = SamplingParams(temperature=0.0, max_tokens=length)
+    each = len(borrowed) // batch
+    admissions = tuple(Admission(s, 0, 0, prompt, (), len(prompt) - 1, params, frozenset()) for s in range(batch))
+    writes = tuple(PageWrite(s, 0, tuple(borrowed[s * each : (s + 1) * each])) for s in range(batch))
+
+    def step(kind: RowKind, num_tokens: int, first: bool = False) -> StepLoad:
+        rows = tuple(Row(s, 0, kind, num_tokens) for s in range(batch))
+        plan = StepPlan(0, rows, admissions, writes) if first else StepPlan(0, rows)
+        result = runner.run(plan)
+        return StepLoad(plan.num_tokens, result.mean_kv_tokens, result.seconds)
+
+    yield step(RowKind.VERIFY, 1, first=True)
+    for n in drafts:
+        for _ in range(n):
+            yield step(RowKind.DRAFT, 1)
+        yield step(RowKind.VERIFY, n + 1)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aspire_llm.engine.runner import Runner
+from aspire_llm.policy.cost import CostModel
 from aspire_llm.request import Request
 from aspire_llm.scheduler.plan import StepPlan, StepResult
 from aspire_llm.scheduler.scheduler import Progress, Scheduler
@@ -27,9 +28,10 @@ class Engine:
     planned; tokens are the same.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, late: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, late: bool = False, cost: CostModel | None = None) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.cost = cost  # the policy's cost model, to be read; None where it has none
         self._late = late
         self._in_flight: list[tuple[StepPlan, StepResult | Exception]] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from aspire_llm.engine.text import StopAwareText
 from aspire_llm.errors import UserError
@@ -69,7 +69,7 @@ class InputProcessor:
                 raise UserError(f"prompt has keys {sorted(prompt)}; 'prompt' or 'prompt_token_ids' is needed", "prompt")
         if isinstance(prompt, str):
             return self._encode(prompt, add_special_tokens=True)
-        token_ids = list(prompt)
+        token_ids: list[int] = list(cast(Sequence[int], prompt))
         if not token_ids:
             raise UserError("prompt is empty; at least 1 token is needed", "prompt")
         for token in token_ids:

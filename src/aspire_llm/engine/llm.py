@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from aspire_llm.config import EngineConfig, make_config
 from aspire_llm.engine.build import Cache, build_engine, load
@@ -13,6 +13,7 @@ from aspire_llm.engine.outputs import request_output
 from aspire_llm.errors import UserError
 from aspire_llm.models.load import LoadedModel
 from aspire_llm.policy.base import Policy
+from aspire_llm.policy.cost import CostModel
 from aspire_llm.policy.hindsight import Truth
 from aspire_llm.request import Request, RequestOutput, SamplingParams
 
@@ -38,21 +39,19 @@ class LLM:
         *,
         loaded: LoadedModel | None = None,
         cache: Cache | None = None,
+        cost: CostModel | None = None,
         policy_object: Policy | None = None,
         truth: Truth | None = None,
         **options: Any,
     ) -> None:
         self.config: EngineConfig = make_config(model=model, **options)
         self.model = loaded if loaded is not None else load(self.config)
-        self.engine: Engine = build_engine(self.config, self.model, cache, policy=policy_object, truth=truth)
+        built = build_engine(self.config, self.model, cache, cost=cost, policy=policy_object, truth=truth)
+        self.engine: Engine = built.engine
+        self.cache: Cache = built.cache  # to hand to another LLM of the same model while this one is idle
         self.inputs = InputProcessor(
             self.model.tokenizer, self.model.config.vocab_size, self.model.eos_token_ids, self.config.seed
         )
-
-    @property
-    def cache(self) -> Cache:
-        """To hand to another LLM of the same model while this one is idle."""
-        return Cache(self.engine.scheduler.pages, self.engine.runner.backend.pool)
 
     def get_tokenizer(self) -> Any:
         return self.model.tokenizer
@@ -116,10 +115,10 @@ class LLM:
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A lone prompt as a list of one. A list of integers is one prompt."""
-    if isinstance(prompts, str | dict):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
-    if len(prompts) and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    if not len(prompts):
+    if not prompts:
         raise UserError("prompts is empty; at least 1 is needed", "prompts")
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts[0], int):
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Runner:
     def __init__(
         self,
         decoder: Decoder,
-        backend: Backend,
+        backend: Backend[Any],
         sampler: Sampler,
         selector: Selector | None,  # None: nothing is drafted
         contexts: ContextState,

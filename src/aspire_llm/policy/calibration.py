@@ -33,7 +33,7 @@ PRIOR_NEXT_REJECTION = 0.1  # of a draft about which nothing is known
 
 BATCH_WEIGHT = 10.0  # drafts a bin that the prior of the batch is worth
 REQUEST_WEIGHT = 10.0  # drafts a bin that the batch is worth to a request
-REQUEST_KEEP = 0.98  # of a request's counts in a bin, each draft in that bin: it remembers about 50
+REQUEST_KEEP = 0.99  # of a request's counts in a bin, each draft in that bin: it remembers about 100
 TREND_WEIGHT = 2.0  # expected rejections that a request's trend starts from
 TREND_KEEP = 0.95  # of the trend, each draft: it remembers about 20
 LIKELIHOOD_WEIGHT = 20.0  # drafts that the batch's distribution of bins is worth to a request
@@ -158,18 +158,22 @@ class Calibration:
         self._next = RejectionRates([PRIOR_NEXT_REJECTION] * (NUM_BINS + 1))
         self._evidence = WrongTurnEvidence()
         self._follows = [_Histogram(0.5) for _ in range(NUM_BINS + 1)]
+        self._next_bins: list[list[float]] | None = None  # shared by all until the next cycle is observed
 
     def odds(self, key: int) -> DraftOdds:
+        if self._next_bins is None:
+            self._next_bins = [[n / row.total for n in row.counts] for row in self._follows]
         return DraftOdds(
             self._rejection.rates(key),
             self._evidence.ratios(key),
             [1.0 - rate for rate in self._next.rates(key)],
-            [[n / row.total for n in row.counts] for row in self._follows],
+            self._next_bins,
         )
 
     def observe(self, key: int, confidences: Sequence[float], accepted: int) -> None:
         """A verified cycle: confidences of its drafts, of which `accepted` were right."""
         before = START
+        self._next_bins = None
         for i, confidence in enumerate(confidences):
             bin = bin_of(confidence)
             if i <= accepted:

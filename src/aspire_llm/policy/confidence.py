@@ -69,8 +69,10 @@ class Confidence(PerRequestPolicy):
         price = self._price(view.key, verify)
         cycle = self._cycles.get(view.key)
         known = view.confidences
-        if cycle is None or not view.pending or len(known) < cycle.seen:
+        if cycle is None:
             cycle = self._cycles[view.key] = _Cycle(self._calibration.odds(view.key))
+        elif len(known) < cycle.seen:  # verified, its outcome still to come; or preempted
+            cycle = self._cycles[view.key] = _Cycle(cycle.odds)
         odds = cycle.odds
         for i in range(cycle.seen, len(known)):
             cycle.last = bin_of(known[i])
@@ -112,7 +114,8 @@ class Confidence(PerRequestPolicy):
             return  # it has left, or was never asked about
         super().observe_cycle(outcome)
         self._calibration.observe(outcome.key, outcome.confidences, outcome.accepted)
-        self._cycles.pop(outcome.key, None)  # what was believed is out of date
+        if outcome.drafted:
+            self._cycles.pop(outcome.key, None)  # what was believed is out of date
         draft, verify = self._last_costs[outcome.key]
         seconds = outcome.drafted * draft + verify
         self._batch_rate.add(outcome.accepted + 1.0, seconds, BATCH_KEEP)

@@ -98,7 +98,9 @@ class CostModel:
             )
         self._weights: Vector = (fixed, per_token, per_kv)
         self._free_tokens = free_tokens
-        self._scale = list(self._weights)  # seconds per unit of each feature, so that all are shares of a step; 0: not known yet
+        self._scale = list(
+            self._weights
+        )  # seconds per unit of each feature, so that all are shares of a step; 0: not known yet
         self._a = [[0.0] * 3 for _ in range(3)]
         self._b = [0.0] * 3
         self._ratios: deque[float] = deque(maxlen=SPEED_STEPS)

@@ -27,6 +27,8 @@ POLICY_SETTINGS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
     "hindsight": (frozenset({"truth"}), frozenset({"truth"})),
 }
 
+PRICED = frozenset({"fsm", "ema", "confidence", "hindsight"})  # policies that weigh costs
+
 
 def make_policy(
     name: str,

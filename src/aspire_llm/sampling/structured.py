@@ -7,6 +7,7 @@ the vocabulary, and its matcher checks tokens without consuming them and rolls b
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -21,13 +22,20 @@ _MAX_CACHED = 256  # compiled grammars kept
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. Building it takes about a second; share it.
+    """Compiles grammars for one tokenizer. The first use takes about a second; share it.
 
     tokenizer: a fast transformers tokenizer or a tokenizers.Tokenizer; vocab_size: of the model (its padding is never
-    allowed); eos_token_ids: what ends a finished output. Raises UserError without the extra `structured`.
+    allowed); eos_token_ids: what ends a finished output. The first use raises UserError without the extra `structured`.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._source = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = sorted(eos_token_ids)
+        self._compiled: dict[str, Any] = {}
+
+    @cached_property
+    def _library(self) -> Any:
         try:
             import llguidance
         except ImportError:
@@ -35,16 +43,17 @@ class Grammars:
                 "structured_outputs needs llguidance: install the extra, pip install 'aspire-llm[structured]'",
                 "structured_outputs",
             ) from None
-        if not eos_token_ids:
+        return llguidance
+
+    @cached_property
+    def _vocabulary(self) -> _Vocabulary:
+        if not self._eos:
             raise UserError("structured_outputs needs a model with an end-of-text token", "structured_outputs")
-        vocabulary = _Vocabulary(TokenBytes(tokenizer), vocab_size, min(eos_token_ids))
-        wrapped = llguidance.TokenizerWrapper(vocabulary)
-        self._library = llguidance
-        self._tokenizer = llguidance.LLTokenizer(wrapped, eos_token=sorted(eos_token_ids))
-        self._known = len(vocabulary.tokens)
-        self._vocab_size = vocab_size
-        self._eos = sorted(eos_token_ids)
-        self._compiled: dict[str, Any] = {}
+        return _Vocabulary(TokenBytes(self._source), self._vocab_size, self._eos[0])
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return self._library.LLTokenizer(self._library.TokenizerWrapper(self._vocabulary), eos_token=self._eos)
 
     def matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
         """A matcher at the beginning of an output. Raises UserError saying what is wrong with the grammar."""
@@ -57,7 +66,7 @@ class Grammars:
             while len(self._compiled) >= _MAX_CACHED:
                 del self._compiled[next(iter(self._compiled))]
             self._compiled[grammar] = start
-        return GrammarMatcher(start.deep_copy(), self._vocab_size, self._known, self._eos)
+        return GrammarMatcher(start.deep_copy(), self._vocab_size, len(self._vocabulary.tokens), self._eos)
 
     def _translate(self, params: StructuredOutputsParams) -> tuple[str, str]:
         """The kind that was asked for, and llguidance's form of it."""

@@ -4,8 +4,8 @@ A program takes one piece (see work.py) for one KV head. The group's query heads
 one matrix, r = token * group + head, so keys and values are read once for all of them. Softmax is kept in base 2 and online.
 A tile with one piece writes its output; else each piece leaves (accumulator, maximum, sum) for combine.py.
 
-Tiles of 65-80 rows (17 tokens at a group of 4) hold 64 rows as usual and 16 more transposed, keys as the long side: both
-products then read one copy of K and of V from shared memory, and no program multiplies more than 80 rows for 68.
+Tiles of 65-72 rows (17 tokens at a group of 4) hold 64 rows as usual and 8 more transposed, keys as the long side: both
+products then read one copy of K and of V from shared memory, and no program multiplies more than 72 rows for 68.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -21,18 +21,43 @@ from aspire_llm.attention.triton.work import PIECE_FIELDS
 def _places(start, base, list_len, high, set_row, table_row, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, LISTED: tl.constexpr):
     """Cache places of the keys at indices start.., int64 [BLOCK_N]. Those past the end repeat the last one, so that nothing
     unwritten is read."""
-    n = tl.arange(0, BLOCK_N)
+    i = tl.minimum(start + tl.arange(0, BLOCK_N), high - 1)
+    position = base + i
     if LISTED:
-        i = tl.minimum(start + n, high - 1)
-        position = tl.where(i < list_len, tl.load(set_row + i, mask=i < list_len, other=0), base + i)
+        position = tl.where(i < list_len, tl.load(set_row + i, mask=i < list_len, other=0), position)
+    return tl.load(table_row + position // PAGE).to(tl.int64) * PAGE + position % PAGE
+
+
+@triton.jit
+def _whole_block(cache, first, table_row, offsets, stride, dtype: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys or values at positions first..first + BLOCK_N - 1, all written, of a row that has no list: in one page where a
+    page holds a block, since rows start at a multiple of BLOCK_N. offsets: those of the block's elements."""
+    if BLOCK_N <= PAGE:
+        page = tl.load(table_row + first // PAGE)
+        at = cache + (page.to(tl.int64) * PAGE + first % PAGE) * stride + offsets
+    else:
+        position = first + tl.arange(0, BLOCK_N)
         places = tl.load(table_row + position // PAGE).to(tl.int64) * PAGE + position % PAGE
-    elif BLOCK_N > PAGE:
-        position = base + tl.minimum(start + n, high - 1)
-        places = tl.load(table_row + position // PAGE).to(tl.int64) * PAGE + position % PAGE
-    else:  # one page holds the block: a row that has no list starts at a multiple of BLOCK_N
-        first = base + start
-        places = tl.load(table_row + first // PAGE).to(tl.int64) * PAGE + first % PAGE + tl.minimum(n, high - 1 - start)
-    return places
+        at = cache + places[:, None] * stride + tl.arange(0, D_PAD)[None, :]
+    if D == D_PAD:
+        block = tl.load(at)
+    else:
+        block = tl.load(at, mask=tl.arange(0, D_PAD)[None, :] < D, other=0.0)
+    return block.to(dtype)
+
+
+@triton.jit
+def _offsets(stride, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):
+    return tl.arange(0, BLOCK_N)[:, None] * stride + tl.arange(0, D_PAD)[None, :]
+
+
+@triton.jit
+def _whole_end(low, high, base, position0, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, LISTED: tl.constexpr):
+    """Up to here every block from `low` on is seen whole by every token: no mask, and no end to mind."""
+    if LISTED or WINDOW > 0:
+        return low
+    seen = tl.minimum(high, position0 + 1 - base)
+    return low + tl.maximum(seen - low, 0) // BLOCK_N * BLOCK_N
 
 
 @triton.jit
@@ -140,7 +165,25 @@ def _tile(
     if SCORED:
         entry = _entries(token_entry, r, token0, count, leaves, GROUP)
         line = entry.to(tl.int64) * num_heads + head0 + r % GROUP
-    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+    whole_end = _whole_end(low, high, base, position0, BLOCK_N, WINDOW, LISTED)
+    if not (LISTED or WINDOW > 0):
+        k_offsets = _offsets(k_stride, D_PAD, BLOCK_N)
+        v_offsets = _offsets(v_stride, D_PAD, BLOCK_N)
+        for start in tl.range(low, whole_end, BLOCK_N, num_stages=STAGES):
+            k = _whole_block(k_head, base + start, table_row, k_offsets, k_stride, qs.dtype, D, D_PAD, PAGE, BLOCK_N)
+            s = tl.dot(qs, tl.trans(k), input_precision="ieee")
+            m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+            p = tl.exp2(s * scale_log2 - m_new[:, None])
+            alpha = tl.exp2(m - m_new)
+            norm = norm * alpha + tl.sum(p, 1)
+            v = _whole_block(v_head, base + start, table_row, v_offsets, v_stride, qs.dtype, D, D_PAD, PAGE, BLOCK_N)
+            acc = tl.dot(p.to(qs.dtype), v, acc * alpha[:, None], input_precision="ieee")
+            m = m_new
+            if SCORED:
+                at = score_p + line[:, None] * score_len + (base + start + tl.arange(0, BLOCK_N))[None, :]
+                tl.store(at, p.to(score_p.dtype.element_ty), mask=(entry >= 0)[:, None])
+                tl.store(score_max + line * score_blocks + (base + start) // BLOCK_N, m, mask=entry >= 0)
+    for start in tl.range(whole_end, high, BLOCK_N, num_stages=STAGES if LISTED or WINDOW > 0 else 1):
         places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, LISTED)
         k = _load_block(k_head, places, k_stride, qs.dtype, D, D_PAD)
         s = tl.dot(qs, tl.trans(k), input_precision="ieee")
@@ -166,7 +209,7 @@ def _tile(
 
 
 @triton.jit
-def _tile_80(
+def _tile_72(
     q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
     k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, leaves, head0, part,
     q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len, score_blocks,
@@ -174,26 +217,58 @@ def _tile_80(
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCORED: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of 65-80 packed rows: `a` the first 64, `b` the other 16, transposed."""
+    """A tile of 65-72 packed rows: `a` the first 64, `b` the other 8, transposed."""
     STAGES: tl.constexpr = 2 * DEPTH + 1
     ra = tl.arange(0, 64)
-    rb = 64 + tl.arange(0, 16)
+    EXTRA: tl.constexpr = 8
+    rb = 64 + tl.arange(0, EXTRA)
     queries_a = tl.where(ra < count * GROUP, position0 + ra // GROUP, -1)
     queries_b = tl.where(rb < count * GROUP, position0 + rb // GROUP, -1)
     qa = _load_queries(q, ra, token0, count, head0, q_stride_t, q_stride_h, GROUP, D, D_PAD)
     qb = tl.trans(_load_queries(q, rb, token0, count, head0, q_stride_t, q_stride_h, GROUP, D, D_PAD))
     ma = tl.full([64], float("-inf"), tl.float32)
-    mb = tl.full([16], float("-inf"), tl.float32)
+    mb = tl.full([EXTRA], float("-inf"), tl.float32)
     norm_a = tl.zeros([64], tl.float32)
-    norm_b = tl.zeros([16], tl.float32)
+    # Sums of `b` stay apart for each key of the block until the end: keys lie across warps.
+    norm_b = tl.zeros([BLOCK_N, EXTRA], tl.float32)
     acc_a = tl.zeros([64, D_PAD], tl.float32)
-    acc_b = tl.zeros([D_PAD, 16], tl.float32)
+    acc_b = tl.zeros([D_PAD, EXTRA], tl.float32)
     if SCORED:
         entry_a = _entries(token_entry, ra, token0, count, leaves, GROUP)
         entry_b = _entries(token_entry, rb, token0, count, leaves, GROUP)
         line_a = entry_a.to(tl.int64) * num_heads + head0 + ra % GROUP
         line_b = entry_b.to(tl.int64) * num_heads + head0 + rb % GROUP
-    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+    whole_end = _whole_end(low, high, base, position0, BLOCK_N, WINDOW, False)
+    if WINDOW == 0:
+        k_offsets = _offsets(k_stride, D_PAD, BLOCK_N)
+        v_offsets = _offsets(v_stride, D_PAD, BLOCK_N)
+        for start in tl.range(low, whole_end, BLOCK_N, num_stages=STAGES):
+            k = _whole_block(k_head, base + start, table_row, k_offsets, k_stride, qa.dtype, D, D_PAD, PAGE, BLOCK_N)
+            sa = tl.dot(qa, tl.trans(k), input_precision="ieee")
+            sb = tl.dot(k, qb, input_precision="ieee")
+            ma_new = tl.maximum(ma, tl.max(sa, 1) * scale_log2)
+            mb_new = tl.maximum(mb, tl.max(sb, 0) * scale_log2)
+            pa = tl.exp2(sa * scale_log2 - ma_new[:, None])
+            pb = tl.exp2(sb * scale_log2 - mb_new[None, :])
+            alpha_a = tl.exp2(ma - ma_new)
+            alpha_b = tl.exp2(mb - mb_new)
+            norm_a = norm_a * alpha_a + tl.sum(pa, 1)
+            norm_b = norm_b * alpha_b[None, :] + pb
+            v = _whole_block(v_head, base + start, table_row, v_offsets, v_stride, qa.dtype, D, D_PAD, PAGE, BLOCK_N)
+            acc_a = tl.dot(pa.to(qa.dtype), v, acc_a * alpha_a[:, None], input_precision="ieee")
+            acc_b = tl.dot(tl.trans(v), pb.to(qa.dtype), acc_b * alpha_b[None, :], input_precision="ieee")
+            ma = ma_new
+            mb = mb_new
+            if SCORED:
+                n = base + start + tl.arange(0, BLOCK_N)
+                block = (base + start) // BLOCK_N
+                at = score_p + line_a[:, None] * score_len + n[None, :]
+                tl.store(at, pa.to(score_p.dtype.element_ty), mask=(entry_a >= 0)[:, None])
+                tl.store(score_max + line_a * score_blocks + block, ma, mask=entry_a >= 0)
+                at = score_p + line_b[None, :] * score_len + n[:, None]
+                tl.store(at, pb.to(score_p.dtype.element_ty), mask=(entry_b >= 0)[None, :])
+                tl.store(score_max + line_b * score_blocks + block, mb, mask=entry_b >= 0)
+    for start in tl.range(whole_end, high, BLOCK_N, num_stages=STAGES if WINDOW > 0 else 1):
         places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, False)
         k = _load_block(k_head, places, k_stride, qa.dtype, D, D_PAD)
         sa = tl.dot(qa, tl.trans(k), input_precision="ieee")
@@ -210,7 +285,7 @@ def _tile_80(
         alpha_a = tl.exp2(ma - ma_safe)
         alpha_b = tl.exp2(mb - mb_safe)
         norm_a = norm_a * alpha_a + tl.sum(pa, 1)
-        norm_b = norm_b * alpha_b + tl.sum(pb, 0)
+        norm_b = norm_b * alpha_b[None, :] + pb
         v = _load_block(v_head, places, v_stride, qa.dtype, D, D_PAD)
         acc_a = tl.dot(pa.to(qa.dtype), v, acc_a * alpha_a[:, None], input_precision="ieee")
         acc_b = tl.dot(tl.trans(v), pb.to(qa.dtype), acc_b * alpha_b[None, :], input_precision="ieee")
@@ -230,7 +305,7 @@ def _tile_80(
         out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
     )  # fmt: skip
     _write_rows(
-        tl.trans(acc_b), mb, norm_b, rb, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
+        tl.trans(acc_b), mb, tl.sum(norm_b, 0), rb, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
         out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
     )  # fmt: skip
 
@@ -266,8 +341,6 @@ def attend_kernel(
     """Grid: (max pieces * KV heads,). MIN_ROWS 64 computes every tile alike, whatever its size (deterministic mode)."""
     piece = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
-    if piece >= tl.load(num_pieces):
-        return
     at = pieces + piece * PIECE_FIELDS
     token0 = tl.load(at)
     count = tl.load(at + 1)
@@ -280,6 +353,9 @@ def attend_kernel(
     tile_pieces = tl.load(at + 8)
     listed = tl.load(at + 9)
     leaves = tl.load(at + 10)
+    # After the loads, so that they need not wait for this one; past the end lies what an earlier step wrote.
+    if piece >= tl.load(num_pieces):
+        return
     set_row = sets + slot * set_stride
     table_row = page_table + slot * table_stride
     k_head = k_cache + kv_head.to(tl.int64) * k_stride_h
@@ -329,7 +405,7 @@ def attend_kernel(
             64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, WIDE_DEPTH,
         )  # fmt: skip
     else:
-        _tile_80(
+        _tile_72(
             q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
             k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
             q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,

@@ -24,7 +24,7 @@ LOG2_E = 1.4426950408889634
 HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 TILE_ROWS = 64  # packed rows of every tile but the last kind
-WIDE_ROWS = 80  # packed rows of a row's only tile, at most
+WIDE_ROWS = 72  # packed rows of a row's only tile, at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def _top_k_kernel(
     bins = tl.arange(0, 256)
     found = tl.zeros([], tl.uint32)
     for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
+        shift = 24 - 8 * step
         histogram = tl.zeros([256], tl.int32)
         for first in range(0, length, BLOCK):
             position = first + tl.arange(0, BLOCK)
