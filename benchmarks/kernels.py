@@ -36,13 +36,9 @@ CELLS = ((64, 8192), (32, 16384), (16, 32768), (6, 90000))
 DEFAULT = Tuning()
 VERSIONS: dict[str, Tuning] = {
     "default": DEFAULT,
-    "programs 528": replace(DEFAULT, programs=528),
-    "programs 2112": replace(DEFAULT, programs=2112),
-    "narrow 2": replace(DEFAULT, narrow_depth=2),
-    "wide 2": replace(DEFAULT, wide_depth=2),
-    "narrow 5 wide 3": replace(DEFAULT, narrow_depth=5, wide_depth=3),
-    "block 128": replace(DEFAULT, block_n=128, narrow_depth=2),
-    "warps 8": replace(DEFAULT, warps=8),
+    "programs 264": replace(DEFAULT, programs=264),
+    "programs 1056": replace(DEFAULT, programs=1056),
+    "narrow 3": replace(DEFAULT, narrow_depth=3),
 }
 
 
@@ -300,6 +296,12 @@ def selection(pool: KVPool, tuning: Tuning) -> dict[str, float]:
     def choose(plan: TritonPlan, layer: int) -> None:
         top_k(plan.scores[layer], lengths, k, n_sinks=4, n_recent=32, out=out, counts=counts)
 
+    batch = make_batch(group, pool, length, weighted=True)
+    backend = make_backend(pool, batch, length, tuning=tuning, refresh_layers=range(4))
+    plan = backend.plan(batch)
+    q = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    backend.attend(plan, 0, q, torch.empty_like(q))
+    result["normalising scores, 32x32768 (from L2)"] = seconds(lambda: backend._score(batch, 0), 10) * 1e6
     plain = attention_seconds(pool, group, tuning, refresh=True)
     scored = attention_seconds(pool, group, tuning, refresh=True, weighted=True)
     chosen = attention_seconds(pool, group, tuning, refresh=True, weighted=True, after=choose)

@@ -25,6 +25,7 @@ ORDER = [
     "engine",
     "serving",
     "bench",
+    "analysis",
     "cli",
 ]
 ENTRY_POINTS = {"__init__", "__main__"}  # of the whole package; they stand outside the order

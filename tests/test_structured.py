@@ -174,7 +174,7 @@ def test_without_the_library_the_extra_is_named(
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(UserError, match=r"aspire-llm\[structured\]"):
-        Grammars(tokenizer, 500, {eos})
+        Grammars(tokenizer, 500, {eos}).matcher(CASES["regex"])
 
 
 def test_an_engine_without_grammars_refuses() -> None:

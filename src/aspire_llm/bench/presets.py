@@ -26,6 +26,9 @@ class Passage:
         return text[start:end].strip()
 
 
+# A small model asked for a summary of 5,000 tokens soon repeats itself; asked to go on in the same vein it does so less.
+CONTINUE = "Continue the text above in the same style, with new content."
+
 # Each about 4,000 to 6,000 tokens, 37,000 in all.
 DEMO = (
     Passage(
@@ -34,40 +37,23 @@ DEMO = (
         "A Story About ‘Magic'",
         "Write a summary of the pranks and tales above, one paragraph each.",
     ),
-    Passage("kjv_genesis.txt", "Genesis 37", "Genesis 42", "Retell the story of Joseph above in plain modern English."),
-    Passage(
-        "us_constitution.txt",
-        "Article I",
-        "Article III",
-        "List the powers that the text above gives to the Congress, in order.",
-    ),
-    Passage(
-        "jargon_folklore.txt", "The Story of Mel", None, "Who was Mel, and what did he do? Answer in a few paragraphs."
-    ),
+    Passage("kjv_genesis.txt", "Genesis 37", "Genesis 42", CONTINUE),
+    Passage("us_constitution.txt", "Article I", "Article III", CONTINUE),
+    Passage("jargon_folklore.txt", "A Story About ‘Magic'", None, CONTINUE),
     Passage(
         "kjv_genesis.txt",
         "Genesis 24",
         "Genesis 27",
-        "Retell the story of Isaac and Rebekah above in plain modern English.",
+        "Copy out, word for word, what the servant said by the well in the text above.",
     ),
-    Passage(
-        "jargon_introduction.txt",
-        "Chapter 4. Jargon Construction",
-        "Chapter 5. Hacker Writing Style",
-        "List the ways in which hackers form new words, with an example of each from the text above.",
-    ),
+    Passage("jargon_introduction.txt", "Chapter 4. Jargon Construction", "Chapter 5. Hacker Writing Style", CONTINUE),
     Passage(
         "kjv_ecclesiastes.txt",
         "Ecclesiastes 1",
         "Ecclesiastes 7",
-        "Explain what the Preacher says above, chapter by chapter.",
+        "Copy out, word for word, the verses above that begin with: To every thing there is a season.",
     ),
-    Passage(
-        "jargon_lexicon.txt",
-        ":hacker: n.",
-        ":hang: v.",
-        "Write a short glossary of ten of the terms above, one sentence for each.",
-    ),
+    Passage("jargon_lexicon.txt", ":hacker: n.", ":hang: v.", CONTINUE),
 )
 
 

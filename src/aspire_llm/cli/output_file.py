@@ -48,13 +48,16 @@ class OutputFile:
         self.write(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def write(self, text: str) -> None:
+        self.write_bytes(text.encode("utf-8"))
+
+    def write_bytes(self, data: bytes) -> None:
         if self._path is None:
             return
         try:
             if self._unfinished is None:
-                self._path.write_text(text, encoding="utf-8")
+                self._path.write_bytes(data)
                 return
-            self._unfinished.write_text(text, encoding="utf-8")
+            self._unfinished.write_bytes(data)
             self._unfinished.chmod(0o666 & ~_umask())
             self._unfinished.replace(self._path)
         except OSError as error:

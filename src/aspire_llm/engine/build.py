@@ -12,6 +12,7 @@ from aspire_llm.attention.reference import ReferenceBackend
 from aspire_llm.cache.pages import PageAllocator
 from aspire_llm.cache.pool import KVPool
 from aspire_llm.config import EngineConfig
+from aspire_llm.context.profile import Profile, find_profile
 from aspire_llm.context.selectors import Selector, make_selector
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.calibrate import calibrate, prior_cost
@@ -31,6 +32,7 @@ from aspire_llm.scheduler.scheduler import Limits, Scheduler
 
 CPU_CACHE_SHARE = 0.4  # of the free memory, when kv_cache_memory is not given
 DEFAULT_BUDGET = 512
+DEFAULT_VERIFIED_SHARE = 0.5
 GPU_VERIFY_TOKENS = 128  # tokens a step that hide behind the read of the weights (measured on an H200)
 
 
@@ -40,6 +42,15 @@ class Cache:
 
     pages: PageAllocator
     pool: KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingContext:
+    """Settings of a selector. refresh_layers: None for the penultimate one."""
+
+    budget: int
+    refresh_layers: tuple[int, ...] | None
+    verified_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +108,8 @@ def load(config: EngineConfig) -> LoadedModel:
     )
 
 
-def resolve(config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype, cache: Cache | None) -> Resolved:
-    """Raises UserError where an option does not fit the model or the machine's memory."""
+def resolve(config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype, cache: Cache | None, profile: Profile | None = None) -> Resolved:
+    """Raises UserError where an option does not fit the model or the machine's memory. Options win over the profile."""
     preset = config.preset
     context = config.context or preset.context
     max_draft = config.max_draft_tokens if context is not None else 0
@@ -127,6 +138,7 @@ def resolve(config: EngineConfig, model: DecoderConfig, device: torch.device, dt
     for option, setting in (("draft_tokens", "draft_length"), ("max_verify_tokens", "max_verify_tokens")):
         if getattr(config, option) is not None and policy in POLICY_SETTINGS and setting not in takes:
             raise UserError(f"{option}={getattr(config, option)} does nothing with policy {policy!r}", option)
+    drafting = drafting_context(config, profile)
     limits = Limits(config.max_num_seqs, tokens, max_model_len, max_draft, min_last_chunk=32 if context == "snapkv" else 1)
     return Resolved(
         device=device,
@@ -138,9 +150,18 @@ def resolve(config: EngineConfig, model: DecoderConfig, device: torch.device, dt
         policy=policy,
         draft_tokens=min(config.draft_tokens or preset.draft_tokens, max_draft),
         max_verify_tokens=config.max_verify_tokens or (GPU_VERIFY_TOKENS if device.type == "cuda" else None),
-        budget=config.budget or DEFAULT_BUDGET,
-        refresh_layers=config.refresh_layers,
-        verified_share=0.5,
+        budget=drafting.budget,
+        refresh_layers=drafting.refresh_layers,
+        verified_share=drafting.verified_share,
+    )
+
+
+def drafting_context(config: EngineConfig, profile: Profile | None) -> DraftingContext:
+    """Options win over the profile, each by itself. The profile's budget is that of every method, so that they compare."""
+    return DraftingContext(
+        budget=config.budget or (profile.budget if profile else DEFAULT_BUDGET),
+        refresh_layers=config.refresh_layers or (profile.refresh_layers if profile else None),
+        verified_share=profile.verified_share if profile else DEFAULT_VERIFIED_SHARE,
     )
 
 
@@ -188,7 +209,8 @@ def build_engine(
     """
     shape = model.config
     decoder = model.decoder
-    resolved = resolve(config, shape, decoder.device, decoder.dtype, cache)
+    profile = find_profile(config.profile, model.fingerprint) if config.drafts else None
+    resolved = resolve(config, shape, decoder.device, decoder.dtype, cache, profile)
     if cache is None:
         cache = make_cache(config, model, resolved)
     selector: Selector | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aspire_llm.request import RowKind
+from aspire_llm.sampling.filters import top_probability
 from aspire_llm.sampling.proposals import Proposals
 from aspire_llm.sampling.random import Purpose, exponential, keys, uniform
 from aspire_llm.sampling.rows import Rows, upload
@@ -18,14 +19,20 @@ _CHUNK = 1 << 24  # random numbers made at a time, which bounds the memory they 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """n tokens of rows that sample. What each function below returns: the tokens chosen [n] and whether the draft at each
-    place is accepted, bool [n] (meaningless for the last token of a row, which has no draft after it)."""
+    """n tokens of rows that sample."""
 
     logits: Tensor  # float32 [n, vocabulary]; their softmax is p, or q in DRAFT rows
     rows: Rows
     seeds: Tensor  # int64 [n]
     places: Tensor  # int64 [n]: position of the token to be chosen
     drafts: Tensor  # int64 [n]: the draft at that position
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    tokens: Tensor  # int64 [n]
+    accepted: Tensor  # bool [n]: whether the draft at this place is accepted; meaningless where no draft follows
+    confidence: Tensor  # float32 [n]: of DRAFT rows' tokens, else 0
 
 
 def race(log_weights: Tensor, key: Tensor) -> Tensor:
@@ -41,38 +48,46 @@ def race(log_weights: Tensor, key: Tensor) -> Tensor:
     return torch.cat(chosen)
 
 
-def couple(tokens: Sampled, likeliest_drafts: bool) -> tuple[Tensor, Tensor]:
+def couple(tokens: Sampled, likeliest_drafts: bool) -> Choice:
     """Every token is the one that plain decoding would sample from these logits; a draft is accepted if it is that token.
 
-    likeliest_drafts: DRAFT rows take the most likely token instead.
+    likeliest_drafts: DRAFT rows take the most likely token instead, and their confidence is its probability. Else the
+    confidence is the winner's share of softmax(log q + Gumbel noise): the target's race has the same noise, so what
+    decides is by how much the draft won (measured: docs/sampling.md).
     """
     key = keys(tokens.seeds, tokens.places, Purpose.TARGET)
+    chosen = torch.empty_like(tokens.places)
+    confidence = torch.zeros_like(tokens.places, dtype=torch.float32)
     is_draft = tokens.rows.token_drafts
-    if likeliest_drafts and is_draft.any():
-        best, others = upload(tokens.logits.device, np.flatnonzero(is_draft), np.flatnonzero(~is_draft))
-        chosen = torch.empty_like(tokens.places)
-        chosen[best] = tokens.logits[best].argmax(1)
-        if len(others):
-            chosen[others] = race(tokens.logits[others], key[others])
-    else:
-        chosen = race(tokens.logits, key)
-    return chosen, chosen == tokens.drafts
+    if is_draft.any():
+        (index,) = upload(tokens.logits.device, np.flatnonzero(is_draft))
+        logits = tokens.logits[index]
+        if not likeliest_drafts:
+            logits = logits.double() - exponential(key[index], logits.shape[1]).log()
+        chosen[index] = logits.argmax(1)
+        confidence[index] = top_probability(logits).float()
+    if not is_draft.all():
+        (index,) = upload(tokens.logits.device, np.flatnonzero(~is_draft))
+        chosen[index] = race(tokens.logits[index], key[index])
+    return Choice(chosen, chosen == tokens.drafts, confidence)
 
 
-def reject(tokens: Sampled, proposals: Proposals) -> tuple[Tensor, Tensor]:
+def reject(tokens: Sampled, proposals: Proposals) -> Choice:
     """Rejection sampling. A draft d is accepted if u q(d) < p(d); the token at the first rejected draft is drawn from
     normalise(max(p - q, 0)), the one after the last draft from p. Other chosen tokens of a row are meaningless."""
     chosen = torch.zeros_like(tokens.places)
     accepted = torch.zeros_like(tokens.places, dtype=torch.bool)
+    confidence = torch.zeros_like(tokens.places, dtype=torch.float32)
     device, rows = tokens.logits.device, tokens.rows
     if rows.token_drafts.any():
         (index,) = upload(device, np.flatnonzero(rows.token_drafts))
         logits, places = tokens.logits[index], tokens.places[index]
         chosen[index] = race(logits, keys(tokens.seeds[index], places, Purpose.DRAFT))
         proposals.put(rows.token_slots[rows.token_drafts], places, torch.softmax(logits, dim=1))
+        confidence[index] = top_probability(logits)
     verified = np.flatnonzero(rows.kinds != RowKind.DRAFT)
     if not len(verified):
-        return chosen, accepted
+        return Choice(chosen, accepted, confidence)
 
     counts, offsets = rows.counts[verified], rows.offsets[verified]
     within = np.arange(len(rows.token_rows)) - rows.offsets[rows.token_rows]
@@ -105,4 +120,4 @@ def reject(tokens: Sampled, proposals: Proposals) -> tuple[Tensor, Tensor]:
         weights = torch.where(use_p[:, None], weights, residual)
         purpose = torch.where(is_bonus, Purpose.TARGET, Purpose.RESIDUAL)
     chosen[ends] = race(weights.log(), keys(seeds, places, purpose))
-    return chosen, accepted
+    return Choice(chosen, accepted, confidence)

@@ -137,7 +137,7 @@ class Sampler:
         drafts = batch.history[token_slots, places.clamp(max=batch.history.shape[1] - 1)]
         chosen = torch.empty_like(places)
         accepted = torch.zeros_like(places, dtype=torch.bool)
-        confidence = torch.zeros(len(rows.slots), device=self._device)
+        confidence = torch.zeros(len(places), device=self._device)  # [N], of DRAFT rows
 
         greedy = self._greedy[rows.token_slots]
         if greedy.any():
@@ -145,11 +145,13 @@ class Sampler:
             best = part.argmax(1)
             chosen[index] = best
             accepted[index] = best == drafts[index]
-            self._note_confidence(confidence, rows, greedy, part)
+            is_draft = rows.token_drafts[greedy]
+            if is_draft.any():
+                of_part, of_all = upload(self._device, np.flatnonzero(is_draft), np.flatnonzero(greedy)[is_draft])
+                confidence[of_all] = top_probability(part if is_draft.all() else part[of_part])
         if not greedy.all():
             index, part = self._part(logits, ~greedy)
             part = self._filters.apply(part, rows.token_slots[~greedy])
-            self._note_confidence(confidence, rows, ~greedy, part)
             sampled = Sampled(
                 part,
                 rows.select(~self._greedy[rows.slots]),
@@ -158,21 +160,23 @@ class Sampler:
                 drafts[index],
             )
             if self._mode == "rejection":
-                chosen[index], accepted[index] = reject(sampled, self._proposals)
+                choice = reject(sampled, self._proposals)
             else:
-                chosen[index], accepted[index] = couple(sampled, likeliest_drafts=self._mode == "greedy")
+                choice = couple(sampled, likeliest_drafts=self._mode == "greedy")
+            chosen[index], accepted[index] = choice.tokens, choice.accepted
+            confidence[index] = choice.confidence
 
         widest = int(rows.counts.max())
         step = torch.arange(widest, device=self._device)
         grid = (offsets[:, None] + step).clamp(max=len(places) - 1)  # [R, widest]
-        is_draft = step < counts[:, None] - 1
-        taken = (accepted[grid] & is_draft).long().cumprod(1)
+        has_draft = step < counts[:, None] - 1
+        taken = (accepted[grid] & has_draft).long().cumprod(1)
         num_emitted = taken.sum(1) + 1
         tokens = torch.where(taken.bool(), drafts[grid], chosen[grid]).masked_fill(step >= num_emitted[:, None], 0)
         return SampleOutput(
             tokens=tokens,
             num_emitted=num_emitted,
-            confidence=confidence,
+            confidence=confidence[offsets],  # a DRAFT row has one token
             logprobs=self._find_logprobs(batch.logits, rows, tokens, num_emitted),
             errors=_emitted_failures(failures, rows, num_emitted),
         )
@@ -180,13 +184,6 @@ class Sampler:
     def _part(self, logits: Tensor, chosen: Bools) -> tuple[Tensor, Tensor]:
         (index,) = upload(self._device, np.flatnonzero(chosen))
         return index, logits if chosen.all() else logits[index]
-
-    def _note_confidence(self, confidence: Tensor, rows: Rows, chosen: Bools, part: Tensor) -> None:
-        """The confidence of DRAFT rows among the chosen tokens, whose logits are `part`."""
-        is_draft = rows.token_drafts[chosen]
-        if is_draft.any():
-            index, row = upload(self._device, np.flatnonzero(is_draft), rows.token_rows[chosen][is_draft])
-            confidence[row] = top_probability(part if is_draft.all() else part[index])
 
     def _find_logprobs(
         self, logits: Tensor, rows: Rows, tokens: Tensor, num_emitted: Tensor

@@ -7,8 +7,8 @@ the vocabulary, and its matcher checks tokens without consuming them and rolls b
 from __future__ import annotations
 
 import json
-from functools import cached_property
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch

@@ -137,9 +137,12 @@ def _load_block(cache, places, stride, dtype: tl.constexpr, D: tl.constexpr, D_P
 
 
 @triton.jit
-def _entries(token_entry, r, token0, count, leaves, GROUP: tl.constexpr):
-    """Scored-token number of each packed row, -1 for none."""
-    return tl.load(token_entry + token0 + r // GROUP, mask=r < count * GROUP * leaves, other=-1)
+def _entries(token_entry, r, token0, count, leaves, num_heads, head0, GROUP: tl.constexpr):
+    """Scored-token number of each packed row, -1 for none; and the tile's first line of scores (entry, head): offsets from
+    there fit 32 bits."""
+    entry = tl.load(token_entry + token0 + r // GROUP, mask=r < count * GROUP * leaves, other=-1)
+    lowest = tl.min(tl.where(entry >= 0, entry, 2147483647 // num_heads - 1), 0)
+    return entry, lowest * num_heads + head0
 
 
 @triton.jit
@@ -163,8 +166,11 @@ def _tile(
     norm = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D_PAD], tl.float32)
     if SCORED:
-        entry = _entries(token_entry, r, token0, count, leaves, GROUP)
-        line = entry.to(tl.int64) * num_heads + head0 + r % GROUP
+        entry, score_line = _entries(token_entry, r, token0, count, leaves, num_heads, head0, GROUP)
+        line = (entry - score_line // num_heads) * num_heads + r % GROUP
+        score_p += score_line.to(tl.int64) * score_len + base
+        score_max += score_line.to(tl.int64) * score_blocks + base // BLOCK_N
+        score_at = line[:, None] * score_len + tl.arange(0, BLOCK_N)[None, :]
     whole_end = _whole_end(low, high, base, position0, BLOCK_N, WINDOW, LISTED)
     if not (LISTED or WINDOW > 0):
         k_offsets = _offsets(k_stride, D_PAD, BLOCK_N)
@@ -180,9 +186,8 @@ def _tile(
             acc = tl.dot(p.to(qs.dtype), v, acc * alpha[:, None], input_precision="ieee")
             m = m_new
             if SCORED:
-                at = score_p + line[:, None] * score_len + (base + start + tl.arange(0, BLOCK_N))[None, :]
-                tl.store(at, p.to(score_p.dtype.element_ty), mask=(entry >= 0)[:, None])
-                tl.store(score_max + line * score_blocks + (base + start) // BLOCK_N, m, mask=entry >= 0)
+                tl.store(score_p + start + score_at, p.to(score_p.dtype.element_ty), mask=(entry >= 0)[:, None])
+                tl.store(score_max + start // BLOCK_N + line * score_blocks, m, mask=entry >= 0)
     for start in tl.range(whole_end, high, BLOCK_N, num_stages=STAGES if LISTED or WINDOW > 0 else 1):
         places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, LISTED)
         k = _load_block(k_head, places, k_stride, qs.dtype, D, D_PAD)
@@ -198,10 +203,9 @@ def _tile(
         acc = tl.dot(p.to(qs.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
         if SCORED:
-            at = score_p + line[:, None] * score_len + (base + start + tl.arange(0, BLOCK_N))[None, :]
-            stored = (start + tl.arange(0, BLOCK_N)) < high
-            tl.store(at, p.to(score_p.dtype.element_ty), mask=(entry >= 0)[:, None] & stored[None, :])
-            tl.store(score_max + line * score_blocks + (base + start) // BLOCK_N, m_safe, mask=entry >= 0)
+            stored = (entry >= 0)[:, None] & ((start + tl.arange(0, BLOCK_N)) < high)[None, :]
+            tl.store(score_p + start + score_at, p.to(score_p.dtype.element_ty), mask=stored)
+            tl.store(score_max + start // BLOCK_N + line * score_blocks, m_safe, mask=entry >= 0)
     _write_rows(
         acc, m, norm, r, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
         out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
@@ -234,10 +238,15 @@ def _tile_72(
     acc_a = tl.zeros([64, D_PAD], tl.float32)
     acc_b = tl.zeros([D_PAD, EXTRA], tl.float32)
     if SCORED:
-        entry_a = _entries(token_entry, ra, token0, count, leaves, GROUP)
-        entry_b = _entries(token_entry, rb, token0, count, leaves, GROUP)
-        line_a = entry_a.to(tl.int64) * num_heads + head0 + ra % GROUP
-        line_b = entry_b.to(tl.int64) * num_heads + head0 + rb % GROUP
+        entry_a, score_line = _entries(token_entry, ra, token0, count, leaves, num_heads, head0, GROUP)
+        entry_b, other = _entries(token_entry, rb, token0, count, leaves, num_heads, head0, GROUP)
+        score_line = tl.minimum(score_line, other)
+        line_a = (entry_a - score_line // num_heads) * num_heads + ra % GROUP
+        line_b = (entry_b - score_line // num_heads) * num_heads + rb % GROUP
+        score_p += score_line.to(tl.int64) * score_len + base
+        score_max += score_line.to(tl.int64) * score_blocks + base // BLOCK_N
+        score_at_a = line_a[:, None] * score_len + tl.arange(0, BLOCK_N)[None, :]
+        score_at_b = line_b[None, :] * score_len + tl.arange(0, BLOCK_N)[:, None]
     whole_end = _whole_end(low, high, base, position0, BLOCK_N, WINDOW, False)
     if WINDOW == 0:
         k_offsets = _offsets(k_stride, D_PAD, BLOCK_N)
@@ -260,14 +269,10 @@ def _tile_72(
             ma = ma_new
             mb = mb_new
             if SCORED:
-                n = base + start + tl.arange(0, BLOCK_N)
-                block = (base + start) // BLOCK_N
-                at = score_p + line_a[:, None] * score_len + n[None, :]
-                tl.store(at, pa.to(score_p.dtype.element_ty), mask=(entry_a >= 0)[:, None])
-                tl.store(score_max + line_a * score_blocks + block, ma, mask=entry_a >= 0)
-                at = score_p + line_b[None, :] * score_len + n[:, None]
-                tl.store(at, pb.to(score_p.dtype.element_ty), mask=(entry_b >= 0)[None, :])
-                tl.store(score_max + line_b * score_blocks + block, mb, mask=entry_b >= 0)
+                tl.store(score_p + start + score_at_a, pa.to(score_p.dtype.element_ty), mask=(entry_a >= 0)[:, None])
+                tl.store(score_max + start // BLOCK_N + line_a * score_blocks, ma, mask=entry_a >= 0)
+                tl.store(score_p + start + score_at_b, pb.to(score_p.dtype.element_ty), mask=(entry_b >= 0)[None, :])
+                tl.store(score_max + start // BLOCK_N + line_b * score_blocks, mb, mask=entry_b >= 0)
     for start in tl.range(whole_end, high, BLOCK_N, num_stages=STAGES if WINDOW > 0 else 1):
         places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, False)
         k = _load_block(k_head, places, k_stride, qa.dtype, D, D_PAD)
@@ -292,14 +297,13 @@ def _tile_72(
         ma = ma_new
         mb = mb_new
         if SCORED:
-            n = start + tl.arange(0, BLOCK_N)
-            block = (base + start) // BLOCK_N
-            at = score_p + line_a[:, None] * score_len + (base + n)[None, :]
-            tl.store(at, pa.to(score_p.dtype.element_ty), mask=(entry_a >= 0)[:, None] & (n < high)[None, :])
-            tl.store(score_max + line_a * score_blocks + block, ma_safe, mask=entry_a >= 0)
-            at = score_p + line_b[None, :] * score_len + (base + n)[:, None]
-            tl.store(at, pb.to(score_p.dtype.element_ty), mask=(entry_b >= 0)[None, :] & (n < high)[:, None])
-            tl.store(score_max + line_b * score_blocks + block, mb_safe, mask=entry_b >= 0)
+            inside = (start + tl.arange(0, BLOCK_N)) < high
+            stored_a = (entry_a >= 0)[:, None] & inside[None, :]
+            stored_b = (entry_b >= 0)[None, :] & inside[:, None]
+            tl.store(score_p + start + score_at_a, pa.to(score_p.dtype.element_ty), mask=stored_a)
+            tl.store(score_max + start // BLOCK_N + line_a * score_blocks, ma_safe, mask=entry_a >= 0)
+            tl.store(score_p + start + score_at_b, pb.to(score_p.dtype.element_ty), mask=stored_b)
+            tl.store(score_max + start // BLOCK_N + line_b * score_blocks, mb_safe, mask=entry_b >= 0)
     _write_rows(
         acc_a, ma, norm_a, ra, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
         out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
@@ -338,7 +342,7 @@ def attend_kernel(
     NARROW_DEPTH: tl.constexpr,  # blocks on their way in tiles of 16 and 32 rows
     WIDE_DEPTH: tl.constexpr,  # and in larger ones, whose queries take shared memory too
 ):  # fmt: skip
-    """Grid: (max pieces * KV heads,). MIN_ROWS 64 computes every tile alike, whatever its size (deterministic mode)."""
+    """Grid: (most pieces * KV heads,). MIN_ROWS 64 computes every tile alike, whatever its size (deterministic mode)."""
     piece = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     at = pieces + piece * PIECE_FIELDS

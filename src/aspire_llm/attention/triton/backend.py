@@ -29,20 +29,20 @@ WIDE_ROWS = 72  # packed rows of a row's only tile, at most
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """block_n: keys a step; narrow_depth, wide_depth: steps fetched ahead, in tiles of up to 32 rows and in larger ones; programs: pieces aimed at over all KV heads; min_blocks: least blocks a piece."""
+    """block_n: keys a step; narrow_depth, wide_depth: steps fetched ahead, in tiles of up to 32 rows and in larger ones; programs: pieces of work aimed at, over all KV heads, two waves of two an SM; min_blocks: least blocks of a piece."""
 
     block_n: int = 64
-    narrow_depth: int = 3
-    wide_depth: int = 1
+    narrow_depth: int = 2
+    wide_depth: int = 2
     warps: int = 4
-    programs: int = 1056
+    programs: int = 528
     min_blocks: int = 2
 
     @staticmethod
     def default(head_dim: int, device: torch.device) -> Tuning:
         if device.type != "cuda":
             return Tuning(block_n=16, programs=8)
-        programs = 8 * torch.cuda.get_device_properties(device).multi_processor_count
+        programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
         return Tuning(block_n=64 if head_dim <= 128 else 32, programs=programs)
 
 
@@ -133,7 +133,7 @@ class TritonBackend:
         block_n = self.tuning.block_n
         split = max(1024, -(-max_len // 16))
         self.fixed_blocks = -(-split // block_n) if deterministic else 0
-        self.target = max(1, self.tuning.programs // self.kv_heads)
+        self.programs = max(1, self.tuning.programs // self.kv_heads)  # for one KV head
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -148,7 +148,8 @@ class TritonBackend:
         self.token_row, self.token_entry = ints(max_tokens), ints(max_tokens)
         self.token_place = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.row_entries = ints(max_rows, 2)
-        self.pieces, self.num_pieces = ints(layers, max_pieces, int(PIECE_FIELDS.value)), ints(layers)
+        self.pieces = ints(layers, max_pieces, int(PIECE_FIELDS.value))
+        self.num_pieces = ints(layers)
         self.tiles, self.row_tiles = ints(layers, max_tiles, 2), ints(layers, max_rows, 2)
         self.reads, self.score_ends = ints(layers, max_rows), ints(layers, max_rows, 2)
         parts = max_pieces * self.kv_heads
@@ -173,7 +174,7 @@ class TritonBackend:
         tiles = min(num_tokens, num_rows + num_tokens // (TILE_ROWS // self.group))
         if self.fixed_blocks:
             return tiles, tiles * -(-self.max_len // (self.fixed_blocks * self.tuning.block_n))
-        return tiles, tiles + self.target
+        return tiles, tiles + self.programs
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         """Make the work lists of every layer on the device. Two launches."""
@@ -199,7 +200,7 @@ class TritonBackend:
             batch.row_offsets, batch.slots, batch.starts, batch.sparse, self.row_entries,
             batch.set_lengths, batch.tail_starts, self.window_table, self.refresh_table, self.score_table,
             self.pieces, self.num_pieces, self.tiles, self.row_tiles, self.reads, self.score_ends,
-            num_rows, self.max_rows, self.pieces.shape[1], self.tiles.shape[1], batch.set_lengths.stride(0), self.target,
+            num_rows, self.max_rows, self.pieces.shape[1], self.tiles.shape[1], batch.set_lengths.stride(0), self.programs,
             GROUP=self.group, BLOCK_N=self.tuning.block_n, MAX_PACKED=self.rows, FIXED_BLOCKS=self.fixed_blocks,
             MIN_BLOCKS=self.tuning.min_blocks, BLOCK_R=block_r, num_warps=1 if block_r <= 64 else 4,
         )  # fmt: skip
@@ -239,7 +240,7 @@ class TritonBackend:
         _, max_pieces = self.bounds(q.shape[0], batch.slots.shape[0])
         attend_kernel[(max_pieces * self.kv_heads,)](
             q, keys, values, out, self.lse, self.part_acc, self.part_max, self.part_sum,
-            self.pieces[layer], self.num_pieces[layer : layer + 1], batch.page_table, batch.sets[layer],
+            self.pieces[layer], self.num_pieces[layer], batch.page_table, batch.sets[layer],
             self.token_entry, self.score_p, self.score_max,
             self.num_heads, batch.page_table.stride(0), batch.sets.stride(1),
             q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
@@ -248,7 +249,7 @@ class TritonBackend:
             KV_HEADS=self.kv_heads, GROUP=self.group, D=self.head_dim, D_PAD=triton.next_power_of_2(self.head_dim),
             PAGE=self.pool.page_size, BLOCK_N=self.tuning.block_n, WINDOW=self.windows[layer], SCORED=scored, ROWS=self.rows,
             MIN_ROWS=TILE_ROWS if self.deterministic else 16,
-            NARROW_DEPTH=self.tuning.narrow_depth, WIDE_DEPTH=self.tuning.wide_depth, num_warps=self.tuning.warps,
+            NARROW_DEPTH=self.tuning.narrow_depth, WIDE_DEPTH=1 if scored else self.tuning.wide_depth, num_warps=self.tuning.warps,
         )  # fmt: skip
 
     def _combine(self, batch: AttentionBatch, layer: int, out: Tensor) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,65 +11,92 @@ from torch import Tensor
 from aspire_llm.errors import UserError
 
 NEVER = tl.constexpr(2147483647)
+MAX_CANDIDATES = 65536
 
 
 @triton.jit
-def _keys(scores, position, length, n_sinks, n_recent):
-    """uint32 keys that sort as the floats do; sinks and recent positions above all."""
-    bits = tl.load(scores + position, mask=position < length, other=0.0).to(tl.uint32, bitcast=True)
-    key = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+def _take(scores, position, valid, want, length, n_sinks, n_recent):
+    """Which of the ascending positions are among the `want` best; of equals the first. Binary search, bit by bit, for the
+    key of the last one taken: keys stay in registers, a step is one comparison and one sum."""
+    bits = tl.load(scores + position, mask=valid, other=0.0).to(tl.uint32, bitcast=True)
+    key = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)  # sorts as the floats do
     forced = (position < n_sinks) | (position >= length - n_recent)
-    return tl.where(forced, 0xFFFFFFFF, key)
+    key = tl.where(forced, 0xFFFFFFFF, key).to(tl.uint32)
+    last = tl.zeros([], tl.uint32)
+    bit = last + 0x80000000
+    for _ in range(32):
+        trial = last | bit
+        enough = tl.sum((valid & (key >= trial)).to(tl.int32), 0) >= want
+        last = tl.where(enough, trial, last)
+        bit = bit >> 1
+    above = valid & (key > last)
+    equal = (valid & (key == last)).to(tl.int32)
+    rank = tl.cumsum(equal, 0) - equal
+    return above | ((equal != 0) & (rank < want - tl.sum(above.to(tl.int32), 0)))
 
 
 @triton.jit(do_not_specialize=["lengths", "counts", "k", "n_sinks", "n_recent"])
-def _top_k_kernel(
+def _chunk_kernel(
     scores,  # float32 [R, longest]
     lengths,  # int32 [R]
-    out,  # out int32 [R, ≥ k]
-    counts,  # out int32 [R]
+    out,  # out int32 [R, chunks * width]
+    counts,  # out int32 [R, chunks]
     score_stride,
     out_stride,
+    width,
     k,
     n_sinks,
     n_recent,
     BLOCK: tl.constexpr,
 ):
-    """Radix select, one program a row: four passes find the k-th largest key eight bits at a time, a fifth writes."""
+    """Grid (R, chunks): the best k of each chunk of BLOCK positions, of which the row's best are a part."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    length = tl.load(lengths + row)
+    position = chunk * BLOCK + tl.arange(0, BLOCK)
+    valid = position < length
+    want = tl.maximum(tl.minimum(tl.minimum(k, length - chunk * BLOCK), BLOCK), 0)
+    tl.store(counts + row * tl.num_programs(1) + chunk, want)
+    if want > 0:
+        take = _take(scores + row * score_stride, position, valid, want, length, n_sinks, n_recent)
+        chosen = take.to(tl.int32)
+        tl.store(out + row * out_stride + chunk * width + tl.cumsum(chosen, 0) - chosen, position, mask=take)
+
+
+@triton.jit(do_not_specialize=["lengths", "counts", "k", "n_sinks", "n_recent"])
+def _merge_chunks_kernel(
+    scores,  # float32 [R, longest]
+    lengths,  # int32 [R]
+    candidates,  # int32 [R, chunks * width]
+    candidate_counts,  # int32 [R, chunks]
+    out,  # out int32 [R, ≥ k]
+    counts,  # out int32 [R]
+    score_stride,
+    candidate_stride,
+    out_stride,
+    chunks,
+    width,
+    k,
+    n_sinks,
+    n_recent,
+    BLOCK: tl.constexpr,
+):
+    """Grid (R,): the best k of the chunks' candidates, which stand in the order of their positions."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + row)
-    scores += row * score_stride
-    left = tl.minimum(k, length)
-    tl.store(counts + row, left)
-    bins = tl.arange(0, 256)
-    found = tl.zeros([], tl.uint32)
-    for step in tl.static_range(4):
-        shift = 24 - 8 * step
-        histogram = tl.zeros([256], tl.int32)
-        for first in range(0, length, BLOCK):
-            position = first + tl.arange(0, BLOCK)
-            key = _keys(scores, position, length, n_sinks, n_recent)
-            match = position < length
-            if step > 0:
-                match = match & ((key >> (shift + 8)) == (found >> (shift + 8)))
-            histogram += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=match)
-        above = tl.sum(histogram, 0) - tl.cumsum(histogram, 0)
-        here = (above < left) & (above + histogram >= left)
-        found |= tl.sum(tl.where(here, bins, 0), 0).to(tl.uint32) << shift
-        left -= tl.sum(tl.where(here, above, 0), 0)
-    # Of keys equal to the k-th, the lowest positions.
-    written = tl.zeros([], tl.int32)
-    ties = tl.zeros([], tl.int32)
-    for first in range(0, length, BLOCK):
-        position = first + tl.arange(0, BLOCK)
-        key = _keys(scores, position, length, n_sinks, n_recent)
-        equal = ((position < length) & (key == found)).to(tl.int32)
-        rank = ties + tl.cumsum(equal, 0) - equal
-        take = ((position < length) & (key > found)) | ((equal != 0) & (rank < left))
-        chosen = take.to(tl.int32)
-        tl.store(out + row * out_stride + written + tl.cumsum(chosen, 0) - chosen, position, mask=take)
-        written += tl.sum(chosen, 0)
-        ties += tl.sum(equal, 0)
+    n = tl.arange(0, BLOCK)
+    inside = n < chunks * width
+    filled = tl.load(candidate_counts + row * chunks + n // width, mask=inside, other=0)
+    valid = inside & (n % width < filled)
+    position = tl.load(candidates + row * candidate_stride + n, mask=valid, other=0)
+    want = tl.minimum(k, length)
+    take = _take(scores + row * score_stride, position, valid, want, length, n_sinks, n_recent)
+    chosen = take.to(tl.int32)
+    tl.store(out + row * out_stride + tl.cumsum(chosen, 0) - chosen, position, mask=take)
+    tl.store(counts + row, want)
+
+
+CHUNK = 8192  # positions of one program; 131,072 positions and k of 2048 make 32,768 candidates
 
 
 def top_k(
@@ -85,16 +113,34 @@ def top_k(
 
     scores: float32 [R, longest], rows strided; lengths: int32 [R], at most `longest`. Positions below `n_sinks` and from
     length - n_recent on are always taken and count towards k. Of equal scores the lowest positions are taken.
-    out: int32 [R, ≥ k], written up to counts; counts: int32 [R], min(k, length).
+    out: int32 [R, ≥ k], written up to counts; counts: int32 [R] contiguous, min(k, length).
     """
     if k < 1 or n_sinks < 0 or n_recent < 0 or n_sinks + n_recent > k:
         raise UserError(f"top-k of {k} positions cannot hold {n_sinks} sinks and {n_recent} recent ones", "budget")
     if out.shape[1] < k:
         raise UserError(f"top-k of {k} positions into room for {out.shape[1]}", "budget")
-    block = min(4096, max(128, triton.next_power_of_2(scores.shape[1])))
-    _top_k_kernel[(scores.shape[0],)](
-        scores, lengths, out, counts, scores.stride(0), out.stride(0), k, n_sinks, n_recent,
-        BLOCK=block, num_warps=16 if block >= 2048 else 4,
+    num_rows, longest = scores.shape
+    block = min(CHUNK, max(128, triton.next_power_of_2(longest)))
+    chunks = triton.cdiv(longest, block)
+    warps = min(16, max(4, block // 512))
+    if chunks == 1:
+        _chunk_kernel[(num_rows, 1)](
+            scores, lengths, out, counts, scores.stride(0), out.stride(0), k, k, n_sinks, n_recent, BLOCK=block, num_warps=warps
+        )
+        return
+    width = min(k, block)
+    total = triton.next_power_of_2(chunks * width)
+    if total > MAX_CANDIDATES:
+        raise UserError(f"top-k of {k} among {longest} positions: too many", "budget")
+    candidates = torch.empty((num_rows, chunks * width), dtype=torch.int32, device=scores.device)
+    filled = torch.empty((num_rows, chunks), dtype=torch.int32, device=scores.device)
+    _chunk_kernel[(num_rows, chunks)](
+        scores, lengths, candidates, filled, scores.stride(0), candidates.stride(0), width, k, n_sinks, n_recent,
+        BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    _merge_chunks_kernel[(num_rows,)](
+        scores, lengths, candidates, filled, out, counts, scores.stride(0), candidates.stride(0), out.stride(0), chunks, width,
+        k, n_sinks, n_recent, BLOCK=total, num_warps=min(32, max(4, total // 1024)),
     )  # fmt: skip
 
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Cost of a block of keys: gathering one costs about 1.5 times what reading a page of them does (measured).
+LISTED_COST = tl.constexpr(3)
+DENSE_COST = tl.constexpr(2)
 PIECE_FIELDS = tl.constexpr(16)  # int32 each, 64 bytes: see the stores in `work_kernel`
 
 
@@ -75,9 +78,20 @@ def _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_spars
     return first, count, base, end
 
 
+@triton.jit
+def _pieces(blocks, cost, chunk, FIXED_BLOCKS: tl.constexpr):
+    """How many pieces each tile makes, and how many blocks each of them has but the last."""
+    if FIXED_BLOCKS > 0:
+        return (blocks + FIXED_BLOCKS - 1) // FIXED_BLOCKS, blocks * 0 + FIXED_BLOCKS
+    # To the nearest: rounded up, equal rows would make a little more than whole waves of programs.
+    k = tl.maximum((2 * blocks * cost + chunk) // (2 * chunk), 1)
+    size = (blocks + k - 1) // k
+    return (blocks + size - 1) // tl.maximum(size, 1), size
+
+
 @triton.jit(
     do_not_specialize=[
-        "row_offsets", "slots", "starts", "sparse", "num_rows", "max_rows", "max_pieces", "max_tiles", "set_lengths_stride", "target",
+        "row_offsets", "slots", "starts", "sparse", "num_rows", "max_rows", "max_pieces", "max_tiles", "set_lengths_stride", "programs",
     ]
 )  # fmt: skip
 def work_kernel(
@@ -102,11 +116,11 @@ def work_kernel(
     max_pieces,
     max_tiles,
     set_lengths_stride,
-    target,  # pieces to aim at, per KV head
+    programs,  # pieces to aim at, per KV head
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MAX_PACKED: tl.constexpr,  # most packed rows of one tile
-    FIXED_BLOCKS: tl.constexpr,  # blocks of a piece, whatever the batch; 0: balance over `target`
+    FIXED_BLOCKS: tl.constexpr,  # blocks of a piece, whatever the batch; 0: balance over `programs`
     MIN_BLOCKS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -145,44 +159,38 @@ def work_kernel(
     tl.store(ends, tl.where(leaves, start + n, 0), mask=every)
 
     most_tiles = tl.max(num_tiles, 0)
-    if FIXED_BLOCKS == 0:
-        total = 0
-        for j in range(most_tiles):
-            _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
-            total += tl.sum((end + BLOCK_N - 1) // BLOCK_N, 0)
-        chunk = tl.maximum((total + target - 1) // target, MIN_BLOCKS)
-    else:
-        chunk = FIXED_BLOCKS
+    cost = tl.where(is_sparse, LISTED_COST, DENSE_COST)  # of a block
+    row_cost = tl.zeros([BLOCK_R], tl.int32)
+    for j in range(most_tiles):
+        _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
+        row_cost += (end + BLOCK_N - 1) // BLOCK_N * cost
+    chunk = tl.maximum((tl.sum(row_cost, 0) + programs - 1) // programs, MIN_BLOCKS * DENSE_COST)
     row_pieces = tl.zeros([BLOCK_R], tl.int32)
     for j in range(most_tiles):
         _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
-        row_pieces += ((end + BLOCK_N - 1) // BLOCK_N + chunk - 1) // chunk
+        k, _ = _pieces((end + BLOCK_N - 1) // BLOCK_N, cost, chunk, FIXED_BLOCKS)
+        row_pieces += k
     piece = tl.cumsum(row_pieces, 0) - row_pieces
     tl.store(num_pieces + layer, tl.sum(row_pieces, 0))
     for j in range(most_tiles):
         first, count, base, end = _tile(
             j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N
         )
-        blocks = (end + BLOCK_N - 1) // BLOCK_N
-        k = (blocks + chunk - 1) // chunk
-        if FIXED_BLOCKS == 0:
-            size = (blocks + tl.maximum(k, 1) - 1) // tl.maximum(k, 1) * BLOCK_N
-        else:
-            size = tl.full([BLOCK_R], FIXED_BLOCKS * BLOCK_N, tl.int32)
+        k, size = _pieces((end + BLOCK_N - 1) // BLOCK_N, cost, chunk, FIXED_BLOCKS)
         tile = tiles + (layer * max_tiles + tile0 + j) * 2
         tl.store(tile, piece, mask=count > 0)
         tl.store(tile + 1, k, mask=count > 0)
         for p in range(tl.max(k, 0)):
-            at = pieces + (layer * max_pieces + piece + p) * PIECE_FIELDS
             mine = (p < k) & (count > 0)
+            at = pieces + (layer * max_pieces + piece + p) * PIECE_FIELDS
             tl.store(at, offset + first, mask=mine)  # index in the batch of the tile's first token
             tl.store(at + 1, count, mask=mine)  # tokens of the tile
             tl.store(at + 2, slot, mask=mine)
             tl.store(at + 3, start + first, mask=mine)  # position of the first token
             tl.store(at + 4, list_len, mask=mine)
             tl.store(at + 5, base, mask=mine)
-            tl.store(at + 6, tl.minimum(p * size, end), mask=mine)  # first index
-            tl.store(at + 7, tl.minimum((p + 1) * size, end), mask=mine)  # past the last index
+            tl.store(at + 6, tl.minimum(p * size * BLOCK_N, end), mask=mine)  # first index
+            tl.store(at + 7, tl.minimum((p + 1) * size * BLOCK_N, end), mask=mine)  # past the last index
             tl.store(at + 8, k, mask=mine)  # pieces of the tile
             tl.store(at + 9, is_sparse.to(tl.int32), mask=mine)
             tl.store(at + 10, leaves.to(tl.int32), mask=mine)

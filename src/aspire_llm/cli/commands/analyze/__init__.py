@@ -1,0 +1,1 @@
+"""Measure how drafting behaves on a model: the numbers, and plots of them."""
