@@ -38,7 +38,6 @@ VERSIONS: dict[str, Tuning] = {
     "default": DEFAULT,
     "programs 264": replace(DEFAULT, programs=264),
     "programs 1056": replace(DEFAULT, programs=1056),
-    "narrow 3": replace(DEFAULT, narrow_depth=3),
 }
 
 

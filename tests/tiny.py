@@ -184,7 +184,7 @@ def always_draft_to(length: int) -> ScriptedPolicy:
 
 def cached_kv(engine: Engine, request: Request, layer: int) -> tuple[Tensor, Tensor]:
     """K and V [KV heads, num_computed, D] of a running request's exact positions."""
-    pool = engine.runner.backend.pool
+    pool = engine.runner._forward._backend.pool  # type: ignore[attr-defined]
     pages = torch.tensor(engine.scheduler.pages.pages(request.key))
     places = (pages[:, None] * pool.page_size + torch.arange(pool.page_size)).flatten()[: request.num_computed]
     return pool.k[layer][:, places], pool.v[layer][:, places]

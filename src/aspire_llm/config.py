@@ -67,6 +67,8 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on the CPU, else bfloat16"
     )
+    attention_backend: Literal["auto", "reference", "triton"] = Field("auto", description="auto: triton on a GPU, else reference")
+    enforce_eager: bool = Field(False, description="GPU: launch every kernel by itself instead of replaying CUDA graphs")
     seed: int = Field(0, ge=0, description="of requests that bring none")
     max_model_len: Size | None = Field(
         None, description="longest prompt + output in tokens, e.g. 8192 or 32K; default: the model's"

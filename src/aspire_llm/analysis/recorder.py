@@ -225,7 +225,7 @@ class Recorder:
         """One verification of the `gap` plain tokens before `start`, so that `start` output tokens are known."""
         for slot in slots:
             self._set(runner, slot, start - gap)
-            runner.pending[slot] = gap - 1
+            runner.state.pending[slot] = gap - 1
         self._step(runner, [Row(slot, 0, RowKind.VERIFY, gap) for slot in slots])
         for slot in slots:  # where the two likeliest tokens tie, a batch may say another than plain decoding did
             self._set(runner, slot, start)
@@ -234,9 +234,9 @@ class Recorder:
         """The slot knows `num_output` plain tokens, the newest of which is not computed; nothing is pending."""
         length = len(self.prompts[slot])
         text = self.continuations[slot]
-        runner.tokens[slot, length : length + len(text)] = torch.tensor(text, device=self.device)
-        runner.computed[slot] = length + num_output - 1
-        runner.pending[slot] = 0
+        runner.state.tokens[slot, length : length + len(text)] = torch.tensor(text, device=self.device)
+        runner.state.computed[slot] = length + num_output - 1
+        runner.state.pending[slot] = 0
 
     def _step(
         self, runner: Runner, rows: Sequence[Row], admissions: tuple[Admission, ...] = ()

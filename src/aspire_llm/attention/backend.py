@@ -5,7 +5,6 @@ A backend knows pages, positions and index lists. It knows no selectors, policie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -42,17 +41,18 @@ class AttentionBatch:
 class AttentionPlan(Protocol):
     """What a backend made of a batch; holds the scores once layers have run."""
 
-    @property
-    def scores(self) -> Mapping[int, Tensor]:
-        """layer -> float32 [len(scored_rows), longest]: for each scored row and position, the sum over the row's tokens of
-        weight × the mean over query heads of the attention probability. Zero past the row's end. A dense row is
-        scored at every layer in `score_layers`, a sparse row only at refresh layers; elsewhere its scores are 0 and a
-        layer with no score at all is absent."""
+    def scores_of(self, layers: tuple[int, ...], rows: Tensor) -> Tensor:
+        """float32 [len(layers), len(rows), longest]: for each layer and position, the sum over the row's tokens of weight ×
+        the mean over query heads of the attention probability. Zero, or nothing that matters, past the row's end.
+
+        rows: int64, on the device: scored rows of the batch. Dense rows are scored at the backend's score layers, sparse
+        rows at its refresh layers; other combinations hold anything.
+        """
         ...
 
     @property
-    def kv_tokens_read(self) -> dict[RowKind, int]:
-        """KV tokens read so far, by row kind, summed over rows and layers."""
+    def row_reads(self) -> Tensor:
+        """int64 [R], on the device: KV tokens that each row read, summed over the layers run so far."""
         ...
 
 

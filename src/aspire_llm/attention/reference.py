@@ -6,7 +6,6 @@ is copied. Sparse rows are gathered and attended together.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from aspire_llm.attention.backend import AttentionBatch
 from aspire_llm.cache.pool import KVPool
-from aspire_llm.request import RowKind
 
 # From this many query tokens on, fused attention that never stores the probabilities is faster (measured on a CPU).
 FUSED_QUERY_TOKENS = 32
@@ -27,7 +25,6 @@ class DenseRow:
     """One row that reads every position of its request."""
 
     index: int  # of the row in the batch
-    kind: RowKind
     first_token: int
     num_tokens: int
     start: int  # position of the first token
@@ -54,11 +51,19 @@ class ReferencePlan:
     refreshed: list[DenseRow]  # the sparse rows as they are at refresh and sliding-window layers
     sparse: SparseRows | None
     write_places: Tensor  # int64 [T]
-    kinds: tuple[RowKind, ...]
     score_rows: dict[int, int]  # row -> its place in scored_rows
     longest: int  # positions a score tensor has
-    scores: dict[int, Tensor] = field(default_factory=dict)
-    kv_tokens_read: dict[RowKind, int] = field(default_factory=lambda: defaultdict(int))
+    device: torch.device
+    scores: dict[int, Tensor] = field(default_factory=dict)  # layer -> float32 [scored rows, longest]
+    reads: list[int] = field(default_factory=list)  # [R]
+
+    def scores_of(self, layers: tuple[int, ...], rows: Tensor) -> Tensor:
+        places = torch.tensor([self.score_rows.get(row, 0) for row in rows.tolist()], device=self.device)
+        return torch.stack([self.scores[layer][places] for layer in layers])
+
+    @property
+    def row_reads(self) -> Tensor:
+        return torch.tensor(self.reads, dtype=torch.int64, device=self.device)
 
 
 class ReferenceBackend:
@@ -94,8 +99,8 @@ class ReferenceBackend:
         refreshed: list[DenseRow] = []
         sparse: list[tuple[int, int]] = []
         offset, longest = 0, 0
-        for i, (kind, n) in enumerate(zip(batch.kinds, batch.num_tokens, strict=True)):
-            row = self._dense_row(batch, i, kind, offset, n, slots[i], starts[i])
+        for i, n in enumerate(batch.num_tokens):
+            row = self._dense_row(batch, i, offset, n, slots[i], starts[i])
             if sparse_flags[i]:
                 refreshed.append(row)
                 sparse.append((i, offset))
@@ -108,13 +113,14 @@ class ReferenceBackend:
             refreshed=refreshed,
             sparse=self._sparse_rows(batch, sparse) if sparse and self.sparse_layers else None,
             write_places=write_places,
-            kinds=batch.kinds,
             score_rows={row: i for i, row in enumerate(batch.scored_rows)},
             longest=longest,
+            device=batch.slots.device,
+            reads=[0] * len(batch.kinds),
         )
 
     def _dense_row(
-        self, batch: AttentionBatch, i: int, kind: RowKind, offset: int, n: int, slot: int, start: int
+        self, batch: AttentionBatch, i: int, offset: int, n: int, slot: int, start: int
     ) -> DenseRow:
         end, page_size = start + n, self.pool.page_size
         pages = batch.page_table[slot, : -(-end // page_size)].long()
@@ -130,7 +136,7 @@ class ReferenceBackend:
             row_weights = batch.score_weights[offset : offset + n]
             weighted = row_weights.nonzero().flatten()
             weights = row_weights[weighted]
-        return DenseRow(i, kind, offset, n, start, places, weighted, weights)
+        return DenseRow(i, offset, n, start, places, weighted, weights)
 
     def _sparse_rows(self, batch: AttentionBatch, rows: list[tuple[int, int]]) -> SparseRows:
         device = batch.slots.device
@@ -193,7 +199,7 @@ class ReferenceBackend:
             k, v = (t.narrow(1, row.places.start + low, end - low) for t in (keys, values))
         else:
             k, v = (t.index_select(1, row.places[low:]) for t in (keys, values))
-        plan.kv_tokens_read[row.kind] += end - low
+        plan.reads[row.index] += end - low
         span = slice(row.first_token, row.first_token + row.num_tokens)
         queries = q[span].transpose(0, 1)  # [Hq, n, D]
         weighted = row.weighted if score else None
@@ -261,7 +267,7 @@ class ReferenceBackend:
         attended = (p @ v).view(kv_heads, num_rows, group, n, dim).permute(1, 3, 0, 2, 4).flatten(2, 3)  # [R, N, Hq, D]
         out[rows.tokens[rows.real]] = attended[rows.real]
         for i, reads in zip(rows.indices, rows.reads[layer], strict=True):
-            plan.kv_tokens_read[plan.kinds[i]] += reads
+            plan.reads[i] += reads
 
 
 def flat_places(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int) -> Tensor:

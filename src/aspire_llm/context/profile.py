@@ -1,7 +1,7 @@
 """Profiles: the drafting context that was measured to be best for one model, kept in files.
 
-`aspire-llm profile` writes them: JSON, `NAME.profile.json`, with the fields of `Profile`. Engines find by themselves the one that was kept
-for their model (`kept_profile`), else the one that the package ships for it. Needs no torch.
+`aspire-llm profile` writes them: JSON, `NAME.profile.json`, with the fields of `Profile`. Engines find by themselves the one
+that was kept for their model (`kept_profile`), else the one that the package ships for it. Needs no torch.
 """
 
 from __future__ import annotations
@@ -88,6 +88,9 @@ def read_profile(path: Path | Traversable, fingerprint: str | None = None) -> Pr
         raise _refused(path, f'is not a profile: it must be a JSON object with "format": "{FORMAT}"')
     if value.get("version") != VERSION:
         raise _refused(path, f"has version {value.get('version')!r}; version {VERSION} is what this aspire-llm reads")
+    missing = Profile.model_fields.keys() - value.keys()
+    if missing:
+        raise _refused(path, f"is damaged: it lacks {', '.join(sorted(missing))}")
     try:
         profile = Profile(**value)
     except ValidationError as error:

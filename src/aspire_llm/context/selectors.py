@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aspire_llm.context.ranking import best_unforced, forced_counts, top_positions, union
+from aspire_llm.context.ranking import best_unforced, forced_counts, top_positions, union_into
 from aspire_llm.context.state import ContextState
 from aspire_llm.errors import UserError
 from aspire_llm.request import RowKind
 
-Scores = Mapping[int, Tensor]  # layer -> [rows, positions]: mean attention probabilities, as the backend left them
+Scores = Callable[[tuple[int, ...]], Tensor]
+"""layers -> float32 [len(layers), R, positions]: mean attention probabilities of R requests, as the backend left them."""
 
 
 class Selector(Protocol):
@@ -25,12 +26,12 @@ class Selector(Protocol):
     """
 
     @property
-    def score_layers(self) -> Sequence[int]:
+    def score_layers(self) -> tuple[int, ...]:
         """Layers where dense rows are scored."""
         ...
 
     @property
-    def refresh_layers(self) -> Sequence[int]:
+    def refresh_layers(self) -> tuple[int, ...]:
         """Layers where DRAFT rows read everything and are scored."""
         ...
 
@@ -43,26 +44,26 @@ class Selector(Protocol):
         """Score weight of each token of a row; all 0 for a row that needs no scores."""
         ...
 
-    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Tensor) -> None:
-        """slots int64 [R]; lengths int64 [R]: exact positions now; scores [R, P] a layer; prompt_ended bool [R]."""
+    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]) -> None:
+        """slots int64 [R]; lengths int64 [R]: exact positions now; prompt_ended [R], on the host: the prompt just ended."""
         ...
 
     def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
-        """slots, lengths, scores as in `renew`, of requests that drafted one token."""
+        """As `renew`, of requests that drafted one token; their lengths have not changed."""
         ...
 
 
 class WindowSelector:
     """Sinks and the most recent positions (StreamingLLM; MagicDec's first variant). Needs no scores."""
 
-    score_layers: Sequence[int] = ()
-    refresh_layers: Sequence[int] = ()
+    score_layers: tuple[int, ...] = ()
+    refresh_layers: tuple[int, ...] = ()
     prompt_queries = 0
 
     def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
         return [0.0] * num_tokens
 
-    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Tensor) -> None:
+    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]) -> None:
         sinks, _ = forced_counts(state.budget)
         places = torch.arange(state.budget, device=slots.device)
         gap = (lengths - state.budget).clamp(min=0)  # positions left out between sinks and window
@@ -79,7 +80,7 @@ class SnapKVSelector:
     positions, top-k (SnapKV, https://arxiv.org/abs/2404.14469; MagicDec's second variant). One list for all heads. Tokens
     generated since are all in the tail."""
 
-    refresh_layers: Sequence[int] = ()
+    refresh_layers: tuple[int, ...] = ()
     prompt_queries = 32
     pooling = 5
 
@@ -90,14 +91,13 @@ class SnapKVSelector:
         observed = min(self.prompt_queries, num_tokens) if kind is RowKind.PREFILL else 0
         return [0.0] * (num_tokens - observed) + [1.0] * observed
 
-    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Tensor) -> None:
-        ended = prompt_ended.nonzero().flatten()
-        if ended.numel() == 0:
+    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]) -> None:
+        if not any(prompt_ended):
             return
+        ended = torch.tensor([i for i, did in enumerate(prompt_ended) if did], device=slots.device)
         slots, lengths = slots[ended], lengths[ended]
         sinks, recent = forced_counts(state.budget)
-        stacked = torch.stack([scores[layer][ended] for layer in self.score_layers])
-        pooled = F.avg_pool1d(stacked, self.pooling, stride=1, padding=self.pooling // 2)
+        pooled = F.avg_pool1d(scores(self.score_layers)[:, ended], self.pooling, stride=1, padding=self.pooling // 2)
         sets, counts = top_positions(pooled, lengths.expand(pooled.shape[:2]), state.budget, sinks=sinks, recent=recent)
         store_by_layer(state, slots, self.score_layers, sets, counts)
         state.tail_starts[slots] = lengths.to(torch.int32)
@@ -110,7 +110,7 @@ class VerifiedSelector:
     """Per layer, the top-k of the attention probabilities of the last verification, mean over heads and over its first and
     last query rows (Vegas). When the prompt ends, of its last query."""
 
-    refresh_layers: Sequence[int] = ()
+    refresh_layers: tuple[int, ...] = ()
     prompt_queries = 1
 
     def __init__(self, score_layers: Sequence[int]) -> None:
@@ -124,9 +124,9 @@ class VerifiedSelector:
             weights[0] = weights[-1] = 0.5
         return weights
 
-    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Tensor) -> None:
+    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]) -> None:
         sinks, recent = forced_counts(state.budget)
-        stacked = torch.stack([scores[layer] for layer in self.score_layers])
+        stacked = scores(self.score_layers)
         sets, counts = top_positions(stacked, lengths.expand(stacked.shape[:2]), state.budget, sinks=sinks, recent=recent)
         store_by_layer(state, slots, self.score_layers, sets, counts)
         state.tail_starts[slots] = lengths.to(torch.int32)
@@ -147,6 +147,7 @@ class RefreshedSelector(VerifiedSelector):
         self,
         score_layers: Sequence[int],
         refresh_layers: Sequence[int],
+        num_layers: int,
         num_slots: int,
         budget: int,
         verified_share: float,
@@ -160,35 +161,46 @@ class RefreshedSelector(VerifiedSelector):
         nearest = [
             min(range(len(refresh_layers)), key=lambda i: (abs(refresh_layers[i] - layer), -i)) for layer in score_layers
         ]
-        self._served_by = torch.tensor(nearest, device=device)
-        self._verified = torch.zeros(len(score_layers), num_slots, self.num_verified, dtype=torch.int32, device=device)
-        self._verified_counts = torch.zeros(len(score_layers), num_slots, dtype=torch.int64, device=device)
+        self._served_by = torch.tensor(nearest, dtype=torch.int32, device=device)
+        self._layers = None if tuple(score_layers) == tuple(range(num_layers)) else torch.tensor(score_layers, device=device)
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._verified = ints(len(score_layers), num_slots, self.num_verified)
+        self._verified_counts = ints(len(score_layers), num_slots)
+        self._refreshed = ints(len(refresh_layers), num_slots, max(1, self.num_refreshed))
+        self._refreshed_counts = ints(len(refresh_layers), num_slots)
 
     def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
         if kind is RowKind.DRAFT:
             return [0.0] * (num_tokens - 1) + [1.0]
         return super().query_weights(kind, num_tokens)
 
-    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Tensor) -> None:
+    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]) -> None:
         sinks, recent = forced_counts(self.num_verified)
-        stacked = torch.stack([scores[layer] for layer in self.score_layers])
-        sets, counts = top_positions(
-            stacked, lengths.expand(stacked.shape[:2]), self.num_verified, sinks=sinks, recent=recent
-        )
-        self._verified[:, slots, : sets.shape[2]] = sets.to(torch.int32)
-        self._verified_counts[:, slots] = counts
+        stacked = scores(self.score_layers)
+        sets, counts = top_positions(stacked, lengths.expand(stacked.shape[:2]), self.num_verified, sinks=sinks, recent=recent)
+        self._verified[:, slots, : sets.shape[2]] = sets.int()
+        self._verified_counts[:, slots] = counts.int()
         state.tail_starts[slots] = lengths.to(torch.int32)
         self.refresh(state, slots, lengths, scores)
 
     def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
-        sinks, recent = forced_counts(self.num_verified)  # already in the verified part
-        by_layer = torch.stack([scores[layer] for layer in self.refresh_layers])
-        best, counts = best_unforced(
-            by_layer, lengths.expand(by_layer.shape[:2]), self.num_refreshed, sinks=sinks, recent=recent
+        if self.num_refreshed:
+            sinks, recent = forced_counts(self.num_verified)  # already in the verified part
+            stacked = scores(self.refresh_layers)
+            best, counts = best_unforced(stacked, lengths.expand(stacked.shape[:2]), self.num_refreshed, sinks=sinks, recent=recent)
+            self._refreshed[:, slots, : best.shape[2]] = best.int()
+            self._refreshed_counts[:, slots] = counts.int()
+        union_into(
+            (self._verified, self._verified_counts),
+            (self._refreshed, self._refreshed_counts),
+            self._served_by,
+            slots,
+            self._layers,
+            state,
         )
-        verified, verified_counts = self._verified[:, slots], self._verified_counts[:, slots]
-        sets, set_counts = union(verified, verified_counts, best[self._served_by], counts[self._served_by])
-        store_by_layer(state, slots, self.score_layers, sets, set_counts)
 
 
 def store_by_layer(state: ContextState, slots: Tensor, layers: Sequence[int], sets: Tensor, lengths: Tensor) -> None:
@@ -196,9 +208,7 @@ def store_by_layer(state: ContextState, slots: Tensor, layers: Sequence[int], se
     if len(layers) == state.sets.shape[0]:
         state.store(slots, sets, lengths)
         return
-    at = torch.tensor(layers, device=slots.device)[:, None]
-    state.sets[at, slots[None, :], : sets.shape[2]] = sets.to(torch.int32)
-    state.set_lengths[at, slots[None, :]] = lengths.to(torch.int32)
+    state.store_layers(torch.tensor(layers, device=slots.device), slots, sets, lengths)
 
 
 def make_selector(
@@ -228,5 +238,5 @@ def make_selector(
                     f"refresh layer {layer} is not a full-attention layer; the model has {len(windows)} layers, numbered from 0",
                     "refresh_layers",
                 )
-        return RefreshedSelector(full, sorted(set(refresh_layers)), num_slots, budget, verified_share, device)
+        return RefreshedSelector(full, sorted(set(refresh_layers)), len(windows), num_slots, budget, verified_share, device)
     raise UserError(f"context {name!r} is unknown; known: window, snapkv, verified, refreshed", "context")

@@ -21,3 +21,8 @@ class ContextState:
         layers, width = self.sets.shape[0], sets.shape[2]
         self.sets[:, slots, :width] = sets.to(torch.int32).expand(layers, -1, -1)
         self.set_lengths[:, slots] = lengths.to(torch.int32).expand(layers, -1)
+
+    def store_layers(self, layers: Tensor, slots: Tensor, sets: Tensor, lengths: Tensor) -> None:
+        """As `store`, into the rows of `layers` int64 [n] alone; sets [n, R, ≤ budget]."""
+        self.sets[layers[:, None], slots[None, :], : sets.shape[2]] = sets.to(torch.int32)
+        self.set_lengths[layers[:, None], slots[None, :]] = lengths.to(torch.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 
 import psutil
@@ -17,7 +18,9 @@ from aspire_llm.context.selectors import Selector, make_selector
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.calibrate import calibrate, prior_cost
 from aspire_llm.engine.engine import Engine
+from aspire_llm.engine.forward import EagerForward, Forward
 from aspire_llm.engine.runner import Runner
+from aspire_llm.engine.slots import SlotState
 from aspire_llm.errors import UserError
 from aspire_llm.models.config import DecoderConfig
 from aspire_llm.models.decoder import Decoder
@@ -33,6 +36,7 @@ from aspire_llm.scheduler.scheduler import Limits, Scheduler
 CPU_CACHE_SHARE = 0.4  # of the free memory, when kv_cache_memory is not given
 DEFAULT_BUDGET = 512
 DEFAULT_VERIFIED_SHARE = 0.5
+MAX_GRAPH_TOKENS = 512  # wider steps hold prompt chunks, whose work hides the launches
 GPU_VERIFY_TOKENS = 128  # tokens a step that hide behind the read of the weights (measured on an H200)
 
 
@@ -219,19 +223,11 @@ def build_engine(
             resolved.context,
             windows=shape.windows,
             refresh_layers=resolved.refresh_layers,
-            num_slots=config.max_num_seqs,
+            num_slots=config.max_num_seqs + 1,
             budget=resolved.budget,
             verified_share=resolved.verified_share,
             device=resolved.device,
         )
-    backend = ReferenceBackend(
-        cache.pool,
-        num_heads=shape.num_heads,
-        scale=shape.attention_scale,
-        windows=shape.windows,
-        refresh_layers=selector.refresh_layers if selector else (),
-        score_layers=selector.score_layers if selector else (),
-    )
     sampler = Sampler(
         config.max_num_seqs,
         shape.vocab_size,
@@ -240,19 +236,13 @@ def build_engine(
         max_draft_tokens=config.max_draft_tokens,
         grammars=Grammars(model.tokenizer, shape.vocab_size, model.eos_token_ids) if model.tokenizer is not None else None,
     )
-    runner = Runner(
-        decoder,
-        backend,
-        sampler,
-        selector,
-        ContextState(shape.num_layers, config.max_num_seqs, resolved.budget if selector else 1, resolved.device),
-        num_slots=config.max_num_seqs,
-        max_model_len=resolved.max_model_len,
-        page_size=config.block_size,
-        device=resolved.device,
-    )
+    state = SlotState(config.max_num_seqs, resolved.max_model_len, resolved.limits.max_draft_tokens, config.block_size, resolved.device)
+    contexts = ContextState(shape.num_layers, config.max_num_seqs + 1, resolved.budget if selector else 1, resolved.device)
+    forward = build_forward(config, resolved, decoder, cache.pool, selector, state, contexts)
+    runner = Runner(decoder, forward, sampler, selector, contexts, state)
+    late = resolved.device.type == "cuda"  # a step is planned while the last one runs
     if policy is not None:
-        return Built(Engine(Scheduler(resolved.limits, cache.pages, policy), runner), cache)
+        return Built(Engine(Scheduler(resolved.limits, cache.pages, policy), runner, late=late), cache)
     takes, _ = POLICY_SETTINGS.get(resolved.policy, (frozenset(), frozenset()))
     cost = starting_cost(config, resolved, runner, cache, cost) if resolved.policy in PRICED else prior(decoder, resolved)
     policy = make_policy(
@@ -264,7 +254,57 @@ def build_engine(
         truth=truth,
     )
     shown = cost if resolved.policy in PRICED else None
-    return Built(Engine(Scheduler(resolved.limits, cache.pages, policy), runner, cost=shown), cache)
+    return Built(Engine(Scheduler(resolved.limits, cache.pages, policy), runner, late=late, cost=shown), cache)
+
+
+def build_forward(
+    config: EngineConfig,
+    resolved: Resolved,
+    decoder: Decoder,
+    pool: KVPool,
+    selector: Selector | None,
+    state: SlotState,
+    contexts: ContextState,
+) -> Forward:
+    """Reference attention run eagerly on the CPU; Triton kernels, in CUDA graphs, on a GPU."""
+    shape = decoder.config
+    refresh_layers = selector.refresh_layers if selector else ()
+    score_layers = selector.score_layers if selector else ()
+    if config.attention_backend == "reference" or (config.attention_backend == "auto" and resolved.device.type == "cpu"):
+        reference = ReferenceBackend(
+            pool,
+            num_heads=shape.num_heads,
+            scale=shape.attention_scale,
+            windows=shape.windows,
+            refresh_layers=refresh_layers,
+            score_layers=score_layers,
+        )
+        return EagerForward(decoder, reference, state, contexts)
+    if resolved.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError("attention_backend='triton' on the CPU works only under TRITON_INTERPRET=1", "attention_backend")
+    try:
+        from aspire_llm.attention.triton.backend import TritonBackend
+    except ImportError:
+        raise UserError("attention_backend='triton' needs the package triton", "attention_backend") from None
+    rows = config.max_num_seqs + 1
+    backend = TritonBackend(
+        pool,
+        num_heads=shape.num_heads,
+        scale=shape.attention_scale,
+        windows=shape.windows,
+        max_tokens=resolved.limits.widest_step,
+        max_rows=rows,
+        max_len=resolved.max_model_len + resolved.limits.max_draft_tokens + 1,
+        refresh_layers=refresh_layers,
+        score_layers=score_layers,
+        max_scored_tokens=max(2, selector.prompt_queries) * rows if selector else None,
+    )
+    if config.enforce_eager or resolved.device.type == "cpu":
+        return EagerForward(decoder, backend, state, contexts)
+    from aspire_llm.engine.graphs import GraphForward, graph_sizes
+
+    widest = min(MAX_GRAPH_TOKENS, config.max_num_seqs * (resolved.limits.max_draft_tokens + 1))
+    return GraphForward(decoder, backend, state, contexts, graph_sizes(widest), scored=selector is not None)
 
 
 def starting_cost(

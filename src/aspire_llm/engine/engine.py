@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from aspire_llm.engine.launched import Launched
 from aspire_llm.engine.runner import Runner
 from aspire_llm.policy.cost import CostModel
 from aspire_llm.request import Request
@@ -33,7 +34,7 @@ class Engine:
         self.runner = runner
         self.cost = cost  # the policy's cost model, to be read; None where it has none
         self._late = late
-        self._in_flight: list[tuple[StepPlan, StepResult | Exception]] = []
+        self._in_flight: list[tuple[StepPlan, Launched | Exception]] = []
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it can never run; nothing is queued then."""
@@ -54,21 +55,30 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> Step:
-        """One forward pass over every request that has something to do."""
+        """Launch one forward pass over every request that has something to do, and apply the oldest results that are due."""
         plan = self.scheduler.plan()
         if plan is not None:
-            self._in_flight.append((plan, self._run(plan)))
+            self._in_flight.append((plan, self._launch(plan)))
         if not self._in_flight or (self._late and plan is not None and len(self._in_flight) < 2):
             return Step([])
-        done, result = self._in_flight.pop(0)
+        done, launched = self._in_flight.pop(0)
+        result = launched if isinstance(launched, Exception) else self._fetch(launched)
         if isinstance(result, Exception):
             return Step(self.scheduler.fail(done, f"{type(result).__name__}: {result}"), done)
         return Step(self.scheduler.apply(done, result), done, result)
 
-    def _run(self, plan: StepPlan) -> StepResult | Exception:
+    # out of memory, say: the step's requests end, the engine goes on
+
+    def _launch(self, plan: StepPlan) -> Launched | Exception:
         try:
-            return self.runner.run(plan)
-        except (RuntimeError, MemoryError) as error:  # out of memory, say: its requests end, the engine goes on
+            return self.runner.launch(plan)
+        except (RuntimeError, MemoryError) as error:
+            return error
+
+    def _fetch(self, launched: Launched) -> StepResult | Exception:
+        try:
+            return launched.result()
+        except (RuntimeError, MemoryError) as error:
             return error
 
     def check(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 from aspire_llm.engine.text import StopAwareText
 from aspire_llm.errors import UserError
 from aspire_llm.request import Request, SamplingParams
+from aspire_llm.sampling.bad_words import bad_words_token_ids
 from aspire_llm.sampling.detokenize import TokenBytes
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …} as in vLLM
@@ -37,6 +38,9 @@ class InputProcessor:
     def requests(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> list[Request]:
         """One request for each of `params.n` continuations. Raises UserError."""
         token_ids = self.token_ids(prompt)
+        if params.bad_words:
+            words = bad_words_token_ids(params.bad_words, lambda text: self._encode(text, add_special_tokens=False))
+            params = params.model_copy(update={"bad_words_token_ids": (*params.bad_words_token_ids, *words)})
         made = []
         for index in range(params.n):
             key = next(self._keys)

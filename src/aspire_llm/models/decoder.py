@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aspire_llm.models.config import DecoderConfig
+from aspire_llm.models.ops import Ops, TorchOps
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, query heads, D], k [T, KV heads, D], v [T, KV heads, D]) -> [T, query heads, D].
@@ -23,15 +24,12 @@ All three are views with D contiguous and any stride over tokens.
 """
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., n] scaled to unit root mean square, in float32, then multiplied by `weight` [n] in x's dtype."""
-    return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
+def choose_ops(device: torch.device) -> Ops:
+    if device.type != "cuda":
+        return TorchOps()
+    from aspire_llm.models.kernels import TritonOps
 
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, D] by position; cos, sin: [T, 1, D / 2]. Dimension i is paired with i + D / 2."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return TritonOps()
 
 
 def weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -63,26 +61,25 @@ class DecoderLayer(nn.Module):
         self.gate_up = new(2 * config.intermediate_size, hidden)  # rows: gate, up
         self.down = new(hidden, config.intermediate_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x: [T, hidden]; cos, sin: [T, 1, head_dim / 2]."""
-        x = x + self.attention(rms_norm(x, self.input_norm, self.config.rms_norm_eps), cos, sin, attend)
-        return x + self.mlp(rms_norm(x, self.post_norm, self.config.rms_norm_eps))
+    def forward(
+        self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, ops: Ops
+    ) -> tuple[Tensor, Tensor]:
+        """x: [T, hidden], the residual stream; delta: what the layer before adds to it; cos, sin: [T, 1, head_dim / 2].
+        Returns the stream before this layer's MLP, and what the MLP adds."""
+        eps = self.config.rms_norm_eps
+        normed, x = ops.add_norm(x, delta, self.input_norm, eps)
+        normed, x = ops.add_norm(x, self.attention(normed, cos, sin, attend, ops), self.post_norm, eps)
+        return x, self.mlp(normed, ops)
 
-    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, ops: Ops) -> Tensor:
         config = self.config
         num_q, num_kv = config.num_heads, config.num_kv_heads
         qkv = F.linear(x, self.qkv, self.qkv_bias).view(-1, num_q + 2 * num_kv, config.head_dim)
-        v = qkv[:, num_q + num_kv :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q = apply_rope(rms_norm(qkv[:, :num_q], self.q_norm, config.rms_norm_eps), cos, sin)
-            k = apply_rope(rms_norm(qkv[:, num_q : num_q + num_kv], self.k_norm, config.rms_norm_eps), cos, sin)
-        else:  # queries and keys are neighbours: turn them together
-            q, k = torch.split(apply_rope(qkv[:, : num_q + num_kv], cos, sin), [num_q, num_kv], dim=1)
-        return F.linear(attend(self.index, q, k, v).flatten(1), self.o, self.o_bias)
+        q, k = ops.norm_rope(qkv[:, : num_q + num_kv], num_q, self.q_norm, self.k_norm, cos, sin, config.rms_norm_eps)
+        return F.linear(attend(self.index, q, k, qkv[:, num_q + num_kv :]).flatten(1), self.o, self.o_bias)
 
-    def mlp(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down)
+    def mlp(self, x: Tensor, ops: Ops) -> Tensor:
+        return F.linear(ops.silu_mul(F.linear(x, self.gate_up)), self.down)
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Name within the layer, as transformers' checkpoints have it, -> the part of a parameter that holds it."""
@@ -124,6 +121,7 @@ class Decoder(nn.Module):
         self.head = self.embedding if tied else weight(*self.embedding.shape, dtype=dtype, device=device)
         inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=device)
         self.register_buffer("rope_inv_freq", inv_freq, persistent=False)
+        self._ops = choose_ops(device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,10 +140,11 @@ class Decoder(nn.Module):
         Returns [T, hidden] in the decoder's dtype, after the final norm.
         """
         x = F.embedding(token_ids, self.embedding)
+        delta = None
         cos, sin = self.rope(positions)
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return rms_norm(x, self.final_norm, self.config.rms_norm_eps)
+            x, delta = layer(x, delta, cos, sin, attend, self._ops)
+        return self._ops.add_norm(x, delta, self.final_norm, self.config.rms_norm_eps)[0]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ class TritonPlan:
     score_index: dict[int, int]  # layer -> its place in layer_scores
     reads: Tensor  # int32 [L, max rows]
     score_layers: frozenset[int]
+    score_places: dict[tuple[int, ...], Tensor]  # the backend's, kept between plans
     layers_run: list[int] = field(default_factory=list)
 
     @property
@@ -71,6 +72,20 @@ class TritonPlan:
                 else:
                     result[layer] = whole[torch.tensor(rows, device=whole.device)]
         return result
+
+    def scores_of(self, layers: tuple[int, ...], rows: Tensor) -> Tensor:
+        """As `AttentionPlan.scores_of`, max_len wide; a copy."""
+        index = self.score_places.get(layers)
+        if index is None:  # once for each choice of layers
+            index = torch.tensor([self.score_index[layer] for layer in layers], device=self.layer_scores.device)
+            self.score_places[layers] = index
+        return self.layer_scores[index[:, None], rows[None, :]]
+
+    @property
+    def row_reads(self) -> Tensor:
+        """As `AttentionPlan.row_reads`, of every row of the batch, padding included."""
+        ran = self.reads if len(self.layers_run) == self.reads.shape[0] else self.reads[self.layers_run]
+        return ran.sum(0, dtype=torch.int64)
 
     @property
     def kv_tokens_read(self) -> dict[RowKind, int]:
@@ -160,6 +175,7 @@ class TritonBackend:
 
         scored = sorted(self.refresh_layers | self.score_layers)
         self.score_index = {layer: i for i, layer in enumerate(scored)}
+        self.score_places: dict[tuple[int, ...], Tensor] = {}
         self.max_entries = (2 * max_rows if max_scored_tokens is None else max_scored_tokens) if scored else 1
         self.score_blocks = -(-max_len // block_n) if scored else 1
         self.score_len = self.score_blocks * block_n
@@ -174,7 +190,7 @@ class TritonBackend:
         tiles = min(num_tokens, num_rows + num_tokens // (TILE_ROWS // self.group))
         if self.fixed_blocks:
             return tiles, tiles * -(-self.max_len // (self.fixed_blocks * self.tuning.block_n))
-        return tiles, tiles + self.programs
+        return tiles, tiles + 2 * self.programs  # sparse tiles may be cut twice as fine
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         """Make the work lists of every layer on the device. Two launches."""
@@ -204,7 +220,7 @@ class TritonBackend:
             GROUP=self.group, BLOCK_N=self.tuning.block_n, MAX_PACKED=self.rows, FIXED_BLOCKS=self.fixed_blocks,
             MIN_BLOCKS=self.tuning.min_blocks, BLOCK_R=block_r, num_warps=1 if block_r <= 64 else 4,
         )  # fmt: skip
-        return TritonPlan(batch, self.layer_scores, self.score_index, self.reads, self.score_layers)
+        return TritonPlan(batch, self.layer_scores, self.score_index, self.reads, self.score_layers, self.score_places)
 
     def run(self, plan: TritonPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `Backend.run`. q, k and v may be strided views (of one qkv matrix, say), contiguous in D."""
@@ -264,11 +280,11 @@ class TritonBackend:
 
     def _score(self, batch: AttentionBatch, layer: int) -> None:
         block_n = self.tuning.block_n
-        blocks = max(1, 1024 // block_n)
+        blocks = max(1, 512 // block_n)
         scores_kernel[(triton.cdiv(self.max_len, blocks * block_n), batch.slots.shape[0])](
             self.score_p, self.score_max, self.lse, batch.score_weights, batch.positions,
             self.entry_token, self.row_entries, self.score_ends[layer], self.layer_scores[self.score_index[layer]],
-            self.num_heads, self.max_len, self.score_len, self.score_blocks,
+            self.max_len, self.score_len, self.score_blocks, NUM_HEADS=self.num_heads,
             BLOCK_N=block_n, BLOCKS=blocks, WINDOW=self.windows[layer],
             HEADS_AT_ONCE=min(8, triton.next_power_of_2(self.num_heads)), num_warps=4,
         )  # fmt: skip

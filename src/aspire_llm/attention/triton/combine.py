@@ -76,7 +76,7 @@ def combine_kernel(
     tl.store(lse + token * num_heads + head, m + tl.log2(safe), mask=g < GROUP)
 
 
-@triton.jit(do_not_specialize=["score_ends", "num_heads", "score_blocks"])
+@triton.jit(do_not_specialize=["score_ends", "score_blocks"])
 def scores_kernel(
     score_p,  # float16 [E, query heads, score_len]
     score_max,  # float32 [E, query heads, score_blocks]
@@ -87,10 +87,10 @@ def scores_kernel(
     row_entries,  # int32 [R, 2]
     score_ends,  # int32 [max rows, 2] of this layer
     scores,  # out float32 [max rows, max_len] of this layer
-    num_heads,
     max_len,
     score_len,
     score_blocks,
+    NUM_HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -109,21 +109,21 @@ def scores_kernel(
         for entry in range(tl.load(row_entries + row * 2), tl.load(row_entries + row * 2 + 1)):
             token = tl.load(entry_token + entry)
             position = tl.load(positions + token).to(tl.int32)
-            weight = tl.load(weights + token) / num_heads
+            weight = tl.load(weights + token) / NUM_HEADS
             seen = n <= position
             if WINDOW > 0:
                 seen = seen & (n > position - WINDOW)
             some = tl.max(seen.to(tl.int32), 1) > 0
-            for first in range(0, num_heads, HEADS_AT_ONCE):
+            for first in tl.static_range(0, NUM_HEADS, HEADS_AT_ONCE):
                 head = first + tl.arange(0, HEADS_AT_ONCE)
-                real = head < num_heads
-                line = (entry * num_heads + head).to(tl.int64)
+                real = head < NUM_HEADS
+                line = (entry * NUM_HEADS + head).to(tl.int64)
                 maxima = tl.load(
                     score_max + line[:, None] * score_blocks + block[None, :],
                     mask=real[:, None] & some[None, :],
                     other=float("-inf"),
                 )
-                sums = tl.load(lse + token * num_heads + head, mask=real, other=0.0)
+                sums = tl.load(lse + token * NUM_HEADS + head, mask=real, other=0.0)
                 p = tl.load(
                     score_p + line[:, None, None] * score_len + n[None, :, :],
                     mask=real[:, None, None] & seen[None, :, :],

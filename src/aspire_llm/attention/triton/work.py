@@ -79,14 +79,18 @@ def _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_spars
 
 
 @triton.jit
-def _pieces(blocks, cost, chunk, FIXED_BLOCKS: tl.constexpr):
-    """How many pieces each tile makes, and how many blocks each of them has but the last."""
+def _pieces(blocks, rows, cost, chunk, mixed, FIXED_BLOCKS: tl.constexpr):
+    """How many pieces each tile makes, and how many blocks each of them has but the last. Equal rows must not make a little
+    more than whole waves of programs: to the nearest, therefore, and half as many for wide tiles, whose pieces cost more to
+    add up. Beside dense rows, sparse ones are cut finer: they come last and fill the gaps."""
     if FIXED_BLOCKS > 0:
         return (blocks + FIXED_BLOCKS - 1) // FIXED_BLOCKS, blocks * 0 + FIXED_BLOCKS
-    # To the nearest: rounded up, equal rows would make a little more than whole waves of programs.
-    k = tl.maximum((2 * blocks * cost + chunk) // (2 * chunk), 1)
-    size = (blocks + k - 1) // k
-    return (blocks + size - 1) // tl.maximum(size, 1), size
+    length = blocks * cost
+    k = tl.where(rows > 32, length // (2 * chunk), (2 * length + chunk) // (2 * chunk))
+    k = tl.where(mixed, (2 * length + chunk - 1) // chunk, k)
+    k = tl.maximum(k, 1)
+    size = tl.maximum((blocks + k - 1) // k, 1)
+    return (blocks + size - 1) // size, size
 
 
 @triton.jit(
@@ -165,18 +169,26 @@ def work_kernel(
         _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
         row_cost += (end + BLOCK_N - 1) // BLOCK_N * cost
     chunk = tl.maximum((tl.sum(row_cost, 0) + programs - 1) // programs, MIN_BLOCKS * DENSE_COST)
+    sparse_rows = tl.sum((is_sparse & (n > 0)).to(tl.int32), 0)
+    mixed = is_sparse & (tl.zeros([BLOCK_R], tl.int32) + tl.sum((n > 0).to(tl.int32), 0) > sparse_rows)
     row_pieces = tl.zeros([BLOCK_R], tl.int32)
     for j in range(most_tiles):
-        _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
-        k, _ = _pieces((end + BLOCK_N - 1) // BLOCK_N, cost, chunk, FIXED_BLOCKS)
+        _, count, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
+        blocks = (end + BLOCK_N - 1) // BLOCK_N
+        k, _ = _pieces(blocks, count * GROUP, cost, chunk, mixed, FIXED_BLOCKS)
         row_pieces += k
-    piece = tl.cumsum(row_pieces, 0) - row_pieces
+    # Dense pieces first: the larger ones.
+    dense_pieces = tl.where(is_sparse, 0, row_pieces)
+    sparse_pieces = row_pieces - dense_pieces
+    before = tl.where(is_sparse, tl.sum(dense_pieces, 0) + tl.cumsum(sparse_pieces, 0), tl.cumsum(dense_pieces, 0))
+    piece = before - row_pieces
     tl.store(num_pieces + layer, tl.sum(row_pieces, 0))
     for j in range(most_tiles):
         first, count, base, end = _tile(
             j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N
         )
-        k, size = _pieces((end + BLOCK_N - 1) // BLOCK_N, cost, chunk, FIXED_BLOCKS)
+        blocks = (end + BLOCK_N - 1) // BLOCK_N
+        k, size = _pieces(blocks, count * GROUP, cost, chunk, mixed, FIXED_BLOCKS)
         tile = tiles + (layer * max_tiles + tile0 + j) * 2
         tl.store(tile, piece, mask=count > 0)
         tl.store(tile + 1, k, mask=count > 0)

@@ -1,0 +1,91 @@
+"""CUDA graphs of the forward, keyed by padded token count alone: row metadata lies on the device, so no draft length, mix of
+rows or batch size costs a new one. The only place that is CUDA's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aspire_llm.attention.backend import AttentionPlan, Backend
+from aspire_llm.context.state import ContextState
+from aspire_llm.engine.forward import Described, EagerForward, describe
+from aspire_llm.engine.slots import SlotState
+from aspire_llm.models.decoder import Decoder
+from aspire_llm.request import RowKind
+from aspire_llm.scheduler.plan import Row
+
+
+def graph_sizes(widest: int) -> list[int]:
+    """Padded token counts up to `widest`: within 8 tokens of any small step, within an eighth of any larger one."""
+    sizes = [1, 2, 4]
+    step = 8
+    while sizes[-1] < widest:
+        if sizes[-1] >= 16 * step:
+            step *= 2
+        sizes.append((sizes[-1] // step + 1) * step)
+    return sizes
+
+
+def padded_size(sizes: Sequence[int], num_tokens: int) -> int:
+    """The smallest captured size that holds `num_tokens`; `num_tokens` itself where none does."""
+    return next((size for size in sizes if size >= num_tokens), num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    graph: torch.cuda.CUDAGraph
+    arrays: list[Tensor]  # what the graph reads
+    hidden: Tensor
+    attention: AttentionPlan
+
+
+class GraphForward:
+    """Replays a captured graph for every step up to the widest size; wider ones (long prompt chunks) run eagerly.
+
+    scored: whether the graphs leave attention scores, so whether anything is drafted.
+    """
+
+    def __init__(
+        self, decoder: Decoder, backend: Backend[Any], state: SlotState, contexts: ContextState, sizes: Sequence[int], *, scored: bool
+    ) -> None:
+        self._eager = EagerForward(decoder, backend, state, contexts)
+        self._sizes = list(sizes)
+        self._scored = scored
+        self._scratch = state.num_slots
+        self.pad_rows = state.num_slots + 1
+        self._graphs: dict[int, Captured] = {}
+        pool = torch.cuda.graph_pool_handle()
+        with torch.inference_mode():
+            for size in reversed(self._sizes):  # the widest first: the others fit into its memory
+                self._graphs[size] = self._capture(size, pool)
+
+    def padded(self, num_tokens: int) -> int:
+        return padded_size(self._sizes, num_tokens)
+
+    def run(self, step: Described, arrays: Sequence[Tensor]) -> tuple[Tensor, AttentionPlan]:
+        """As `EagerForward.run`. The results are the graph's own buffers, good until its next replay."""
+        captured = self._graphs.get(arrays[-1].shape[0])
+        if captured is None:
+            return self._eager.run(step, arrays)
+        torch._foreach_copy_(captured.arrays, list(arrays))
+        captured.graph.replay()
+        return captured.hidden, captured.attention
+
+    def _capture(self, size: int, pool: tuple[int, int]) -> Captured:
+        device = self._eager.device
+        rows = [Row(self._scratch, 0, RowKind.VERIFY, min(size, 2))]
+        described = describe(rows, [[1.0] * rows[0].num_tokens if self._scored else [0.0] * rows[0].num_tokens], self.pad_rows, size, self._scratch)
+        arrays = [torch.from_numpy(array).to(device) for array in described.arrays]
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # compiles kernels and takes library workspaces outside of the capture
+            self._eager.run(described, arrays)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            hidden, attention = self._eager.run(described, arrays)
+        return Captured(graph, arrays, hidden, attention)

@@ -1,0 +1,63 @@
+"""The decoder's element-wise steps. In torch here; kernels.py has the same as fused GPU kernels, tested against this."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Ops(Protocol):
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x [T, n] plus delta (if any), and that sum's RMS norm times weight [n]: (normed, sum). x may be overwritten."""
+        ...
+
+    def norm_rope(
+        self, qk: Tensor, num_q: int, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys [T, heads, D] of one matrix, normed by head where the model does, and turned by position.
+
+        cos, sin: [T, 1, D / 2]. Returns q [T, num_q, D] and k [T, the rest, D]; qk may be overwritten.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 n] -> silu(first half) × second half, [T, n]."""
+        ...
+
+
+class TorchOps:
+    """The arithmetic, rounding included, of transformers' modelling code."""
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if delta is not None:
+            x = x + delta
+        return rms_norm(x, weight, eps), x
+
+    def norm_rope(
+        self, qk: Tensor, num_q: int, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if q_norm is None or k_norm is None:  # queries and keys are neighbours: turn them together
+            q, k = apply_rope(qk, cos, sin).split((num_q, qk.shape[1] - num_q), dim=1)
+            return q, k
+        return (
+            apply_rope(rms_norm(qk[:, :num_q], q_norm, eps), cos, sin),
+            apply_rope(rms_norm(qk[:, num_q:], k_norm, eps), cos, sin),
+        )
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., n] scaled to unit root mean square, in float32, then multiplied by `weight` [n] in x's dtype."""
+    return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, heads, D] by position; cos, sin: [T, 1, D / 2]. Dimension i is paired with i + D / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
