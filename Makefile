@@ -31,7 +31,7 @@ test: $(TEST_READY)
 
 lint: $(READY)
 	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check --line-length 120 src tests
+	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 
 check: lint test

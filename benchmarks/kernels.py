@@ -36,8 +36,8 @@ CELLS = ((64, 8192), (32, 16384), (16, 32768), (6, 90000))
 DEFAULT = Tuning()
 VERSIONS: dict[str, Tuning] = {
     "default": DEFAULT,
-    "programs 264": replace(DEFAULT, programs=264),
     "programs 1056": replace(DEFAULT, programs=1056),
+    "wide 1": replace(DEFAULT, wide_depth=1),
 }
 
 
@@ -99,6 +99,7 @@ def make_batch(groups: list[Rows], pool: KVPool, max_len: int, weighted: bool = 
         tail_starts=torch.tensor([row.length - 32 for row in rows], dtype=torch.int32, device=device),
         score_weights=weights,
         scored_rows=tuple(range(len(rows))) if weighted else (),
+        num_scored_tokens=int(weights.count_nonzero()),
     )
 
 
@@ -279,7 +280,13 @@ def mixes(pool: KVPool, tuning: Tuning, alone: dict[str, float]) -> dict[str, di
         for group in groups:
             key = f"draft {group.budget}" if group.kind == D else f"verify {group.num_tokens}"
             parts += group.bytes / (alone[key] * 1e12)
-        result[name] = {"us": taken * 1e6, "parts us": parts * 1e6, "ratio": taken / parts}
+        apart = sum(attention_seconds(pool, [group], tuning) for group in groups)
+        result[name] = {
+            "us": taken * 1e6,
+            "parts us": parts * 1e6,
+            "ratio": taken / parts,
+            "ratio to the same rows in launches of their own": taken / apart,
+        }
     return result
 
 
@@ -300,7 +307,7 @@ def selection(pool: KVPool, tuning: Tuning) -> dict[str, float]:
     plan = backend.plan(batch)
     q = torch.randn(rows, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     backend.attend(plan, 0, q, torch.empty_like(q))
-    result["normalising scores, 32x32768 (from L2)"] = seconds(lambda: backend._score(batch, 0), 10) * 1e6
+    result["normalising scores, 32x32768, alone"] = seconds(lambda: backend._score(batch, 0), 10) * 1e6
     plain = attention_seconds(pool, group, tuning, refresh=True)
     scored = attention_seconds(pool, group, tuning, refresh=True, weighted=True)
     chosen = attention_seconds(pool, group, tuning, refresh=True, weighted=True, after=choose)

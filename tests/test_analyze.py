@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import prompts_of, tiny_model
 
 from aspire_llm.analysis import reports
 from aspire_llm.analysis.recall import ReuseTable, ScoreRecorder
@@ -19,6 +18,7 @@ from aspire_llm.cli import main
 from aspire_llm.context.ranking import forced_counts
 from aspire_llm.policy.trace import read_traces
 from saved_model import save_tiny_model
+from tiny import prompts_of, tiny_model
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -10,15 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from byte_tokenizer import VOCAB, byte_tokenizer
-from tiny import tiny_model
 
 from aspire_llm import LLM, AsyncLLM, SamplingParams, UserError
 from aspire_llm.request import RequestOutput
+from byte_tokenizer import VOCAB, byte_tokenizer
+from tiny import tiny_model
 
 MODEL = replace(tiny_model(vocab_size=VOCAB), tokenizer=byte_tokenizer())
 OPTIONS: dict[str, Any] = {
-    "loaded": MODEL, "max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 32, "block_size": 4, "kv_cache_memory": 3 << 18, "budget": 16,
+    "loaded": MODEL,
+    "max_model_len": 256,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 32,
+    "block_size": 4,
+    "kv_cache_memory": 3 << 18,
+    "budget": 16,
 }
 PROMPTS = [[97 + (i * j) % 26 for j in range(1, 10 + 7 * i)] for i in range(1, 9)]
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)
@@ -85,7 +91,11 @@ def test_early_exit_cancel_and_abort(llm: AsyncLLM) -> None:
 
 def test_refusals_start_nothing(llm: AsyncLLM) -> None:
     async def scenario() -> None:
-        for prompt, params, word in (([], PARAMS, "empty"), ([9999], PARAMS, "vocabulary"), ([1] * 256, PARAMS, "max_model_len")):
+        for prompt, params, word in (
+            ([], PARAMS, "empty"),
+            ([9999], PARAMS, "vocabulary"),
+            ([1] * 256, PARAMS, "max_model_len"),
+        ):
             with pytest.raises(UserError, match=word):
                 async for _ in llm.generate(prompt, params):
                     pass

@@ -266,6 +266,10 @@ def test_options_go_to_the_methods_that_have_them() -> None:
     assert [config.budget for config in configs.values()] == [None, 64, 64]
     assert [config.refresh_layers for config in configs.values()] == [None, None, (1,)]
     assert {config.max_num_seqs for config in configs.values()} == {3}
+    configs = method_configs(["vegas", "aspire", "hindsight"], {"draft_tokens": 3})
+    assert [config.draft_tokens for config in configs.values()] == [None, 3, None, None]
+    with pytest.raises(UserError, match="draft_tokens"):
+        method_configs(["aspire"], {"draft_tokens": 3})
     with pytest.raises(UserError, match="refresh_layers"):
         method_configs(["vegas"], {"refresh_layers": (1,)})
 

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import always_draft_to, plain_tokens, prompts_of, requests_for, run, tiny_engine, tiny_model
 
 from aspire_llm.engine.graphs import graph_sizes, padded_size
 from aspire_llm.request import SamplingParams
+from tiny import always_draft_to, plain_tokens, prompts_of, requests_for, run, tiny_engine, tiny_model
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernel
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny float32 model is for the interpreter; a GPU has its own tests")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the tiny float32 model is for the interpreter; a GPU has its own tests"
+)
 @pytest.mark.parametrize("method", ["aspire", "vegas", "magicdec-snapkv", "magicdec-window"])
 def test_tokens_equal_plain(method: str) -> None:
     model = tiny_model(windows=(None, 24) if method == "vegas" else (None, None))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     prompts = prompts_of([5, 37, 50])
     expected = plain_tokens(model, prompts, params)
-    options = {"block_size": 16, "max_num_seqs": 3, "max_model_len": 64, "attention_backend": "triton", "max_draft_tokens": 4}
+    options = {
+        "block_size": 16,
+        "max_num_seqs": 3,
+        "max_model_len": 64,
+        "attention_backend": "triton",
+        "max_draft_tokens": 4,
+    }
     engine = tiny_engine(model, method=method, policy=always_draft_to(3), **options)
     requests = requests_for(model, prompts, params)
     assert run(engine, requests) == expected

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from aspire_llm.config import METHODS
+from aspire_llm.models.load import LoadedModel
+from aspire_llm.policy.base import Action
+from aspire_llm.request import Request, RowKind, SamplingParams
 from dense_attention import dense_attention
 from tiny import (
     GREEDY,
@@ -20,11 +25,6 @@ from tiny import (
     tiny_model,
 )
 
-from aspire_llm.config import METHODS
-from aspire_llm.models.load import LoadedModel
-from aspire_llm.policy.base import Action
-from aspire_llm.request import Request, RowKind, SamplingParams
-
 DRAFTING = [name for name, preset in METHODS.items() if preset.context is not None]
 LENGTHS = [1, 3, 7, 20, 33, 47, 64, 90, 110]  # below, at and above the budget of 16
 
@@ -38,7 +38,9 @@ def greedy_reference(model: LoadedModel, prompt: list[int], n: int) -> list[int]
     """Token by token over the whole text, without any cache."""
     tokens = list(prompt)
     for _ in range(n):
-        hidden = model.decoder(torch.tensor(tokens), torch.arange(len(tokens)), dense_attention(model.config, [len(tokens)]))
+        hidden = model.decoder(
+            torch.tensor(tokens), torch.arange(len(tokens)), dense_attention(model.config, [len(tokens)])
+        )
         tokens.append(int(model.decoder.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
 
@@ -77,7 +79,9 @@ def test_every_draft_length(model: LoadedModel, length: int) -> None:
         assert max(len(r.stats.drafted_per_position) for r in requests) == length
 
 
-@pytest.mark.parametrize("changes", [{"windows": (8, 8)}, {"windows": (8, None)}, {"num_layers": 4, "windows": (None, 8, None, None)}])
+@pytest.mark.parametrize(
+    "changes", [{"windows": (8, 8)}, {"windows": (8, None)}, {"num_layers": 4, "windows": (None, 8, None, None)}]
+)
 def test_sliding_windows(changes: dict[str, object]) -> None:
     model = tiny_model(**changes)
     prompts = prompts_of(LENGTHS)
@@ -142,7 +146,9 @@ def test_adversarial_drafts_and_schedules(model: LoadedModel, seed: int, late: b
 def test_committed_kv_is_exact(model: LoadedModel, method: str) -> None:
     """Verification overwrites what drafts wrote: K/V of committed positions are those of a full pass over the text."""
     engine = tiny_engine(model, method=method, enable_prefix_caching=False)
-    requests = requests_for(model, prompts_of([5, 40, 80]), SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True))
+    requests = requests_for(
+        model, prompts_of([5, 40, 80]), SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    )
     for request in requests:
         engine.add(request)
     while min(len(r.output_token_ids) for r in requests) < 30 and not any(r.finished for r in requests):
@@ -154,7 +160,9 @@ def test_committed_kv_is_exact(model: LoadedModel, method: str) -> None:
         seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         dense = dense_attention(model.config, [len(tokens)])
 
-        def capture(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense=dense, seen=seen) -> torch.Tensor:
+        def capture(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense=dense, seen=seen
+        ) -> torch.Tensor:
             seen[layer] = (k.transpose(0, 1), v.transpose(0, 1))
             return dense(layer, q, k, v)
 

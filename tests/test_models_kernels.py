@@ -28,7 +28,11 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (5, 576), (3, 100)])
 def test_add_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
-    x, delta, weight = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype) + 1, random(width, dtype=dtype)
+    x, delta, weight = (
+        random(tokens, width, dtype=dtype),
+        random(tokens, width, dtype=dtype) + 1,
+        random(width, dtype=dtype),
+    )
     for added in (None, delta):
         expected = TorchOps().add_norm(x.clone(), added, weight, 1e-5)
         for ours, theirs in zip(TritonOps().add_norm(x.clone(), added, weight, 1e-5), expected, strict=True):
@@ -46,7 +50,9 @@ def test_norm_rope(heads: int, kv_heads: int, dim: int, normed: bool, dtype: tor
     norms = (random(dim, dtype=dtype), random(dim, dtype=dtype) + 1) if normed else (None, None)
     expected = TorchOps().norm_rope(qkv[:, : heads + kv_heads].clone(), heads, *norms, cos, sin, 1e-6)
     values = qkv[:, heads + kv_heads :].clone()
-    for ours, theirs in zip(TritonOps().norm_rope(qkv[:, : heads + kv_heads], heads, *norms, cos, sin, 1e-6), expected, strict=True):
+    for ours, theirs in zip(
+        TritonOps().norm_rope(qkv[:, : heads + kv_heads], heads, *norms, cos, sin, 1e-6), expected, strict=True
+    ):
         close(ours, theirs)
     assert torch.equal(qkv[:, heads + kv_heads :], values)
 

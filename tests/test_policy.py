@@ -30,7 +30,11 @@ class Driver:
     """Runs a policy on requests whose drafts are accepted as `drafts(key)` says: (how many right, confidences)."""
 
     def __init__(
-        self, policy: Policy, keys: Sequence[int], drafts: Callable[[int], tuple[int, Sequence[float]]], max_draft: int = 24
+        self,
+        policy: Policy,
+        keys: Sequence[int],
+        drafts: Callable[[int], tuple[int, Sequence[float]]],
+        max_draft: int = 24,
     ) -> None:
         self.policy, self.drafts, self.max_draft = policy, drafts, max_draft
         self.current = {key: drafts(key) for key in keys}
@@ -384,7 +388,9 @@ def test_every_policy_keeps_the_protocol_whatever_happens(name: str, seed: int, 
                 late.append(CycleOutcome(view.key, n, rng.randint(0, n), [rng.random() for _ in range(n)]))
         while late and rng.random() < 0.7:
             policy.observe_cycle(late.pop(0))
-        policy.observe_step(StepLoad(rng.randrange(500), rng.uniform(0, 1e6), rng.choice((0.0, rng.uniform(1e-4, 10.0)))))
+        policy.observe_step(
+            StepLoad(rng.randrange(500), rng.uniform(0, 1e6), rng.choice((0.0, rng.uniform(1e-4, 10.0))))
+        )
         for key in [k for k in pending if rng.random() < 0.05]:
             policy.forget(key)
             del pending[key]

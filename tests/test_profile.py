@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import GREEDY, plain_tokens, prompts_of, requests_for, run, tiny_model
 
 from aspire_llm.analysis.efficiency import efficiency
 from aspire_llm.analysis.recall import RecallTable, ScoreRecorder, Split, recall_of
@@ -30,6 +29,7 @@ from aspire_llm.models.load import LoadedModel
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.request import SamplingParams
 from saved_model import save_tiny_model
+from tiny import GREEDY, plain_tokens, prompts_of, requests_for, run, tiny_model
 
 LAYERS = 4
 
@@ -116,7 +116,8 @@ def test_output_is_that_of_plain_decoding(model: LoadedModel, tmp_path: Path) ->
     path = str(written(tmp_path / "p.json", model, budget=16))
     prompts = prompts_of([50, 70])
     requests = requests_for(model, prompts, GREEDY)
-    assert run(engine_of(model, profile=path).engine, requests) == plain_tokens(model, prompts, GREEDY)
+    engine = engine_of(model, profile=path, policy="staggered", draft_tokens=4).engine
+    assert run(engine, requests) == plain_tokens(model, prompts, GREEDY)
     assert sum(request.stats.num_draft_tokens for request in requests) > 0
 
 
@@ -268,7 +269,7 @@ def test_recall_is_that_of_brute_force(model: LoadedModel, split: Split) -> None
 @pytest.mark.parametrize("refresh", [(0,), (3,), (1, 2), (0, 3), (0, 2)])
 def test_pairs_serve_the_layers_that_the_selector_lets_them_serve(refresh: tuple[int, ...]) -> None:
     covered = [[float(10 * r + layer) for layer in range(LAYERS)] for r in range(LAYERS)]
-    selector = RefreshedSelector(range(LAYERS), refresh, 1, 8, 0.5, torch.device("cpu"))
+    selector = RefreshedSelector(range(LAYERS), refresh, LAYERS, 2, 8, 0.5, torch.device("cpu"))
     served = [refresh[i] for i in selector._served_by.tolist()]
     expected = [1.0 if r == layer else covered[r][layer] for layer, r in enumerate(served)]
     assert recall_of(covered, range(LAYERS), refresh) == pytest.approx(sum(expected) / LAYERS)
@@ -295,7 +296,12 @@ def test_the_recorder_decodes_plainly_and_ends_at_the_end_of_text(model: LoadedM
 def test_a_budget_that_leaves_nothing_out_is_always_right(model: LoadedModel) -> None:
     recorder = Recorder(model, prompts_of([50, 61]), 30)
     recorder.decode(lambda n: None)
-    for method in (Method("refreshed", 128, (1,)), Method("verified", 128), Method("window", 128), Method("snapkv", 128)):
+    for method in (
+        Method("refreshed", 128, (1,)),
+        Method("verified", 128),
+        Method("window", 128),
+        Method("snapkv", 128),
+    ):
         drafts = recorder.record(method, [1, 2, 5, 14], 16, lambda n: None)
         assert drafts.measured.all()
         assert (drafts.accepted == 16).all()
@@ -399,7 +405,12 @@ def test_an_interrupted_search_goes_on_and_ends_the_same(model: LoadedModel, tmp
     path = tmp_path / "work.json"
     stages: list[str] = []
     interrupted = 0
-    for stop_at in (8, 40, 30, 10**9):  # steps before the user's Ctrl-C: in plain decoding, in the second candidate, later
+    for stop_at in (
+        8,
+        40,
+        30,
+        10**9,
+    ):  # steps before the user's Ctrl-C: in plain decoding, in the second candidate, later
         shown = 0
 
         def show(stage: str, done: int, most: int, stop_at: int = stop_at) -> None:
@@ -435,9 +446,9 @@ def test_saved_work_of_something_else_counts_for_nothing(damage: str, tmp_path: 
 
 
 def test_searches_that_cannot_work_are_refused(model: LoadedModel) -> None:
-    with pytest.raises(UserError, match="budget 64.*64 tokens"):
+    with pytest.raises(UserError, match=r"budget 64.*64 tokens"):
         search(model, budgets=(64,)).run(SavedWork(None, {}), {})
-    with pytest.raises(UserError, match="64 tokens.*512"):
+    with pytest.raises(UserError, match=r"64 tokens.*512"):
         search(model, budgets=None).run(SavedWork(None, {}), {})
     windows = tiny_model(windows=(8, 8))
     with pytest.raises(UserError, match="sliding window"):

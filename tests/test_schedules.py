@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import ScriptedPolicy, plain_tokens, prompts_of, requests_for, run, tiny_engine, tiny_model
 
 from aspire_llm.errors import UserError
 from aspire_llm.policy.base import Action
 from aspire_llm.request import RowKind, SamplingParams
 from aspire_llm.scheduler.plan import RowResult, StepPlan, StepResult
 from aspire_llm.scheduler.scheduler import Limits, Scheduler
+from tiny import ScriptedPolicy, plain_tokens, prompts_of, requests_for, run, tiny_engine, tiny_model
 
 MODEL = tiny_model()
 PROMPTS = prompts_of([1, 5, 9, 14, 22, 31, 40, 47])
@@ -50,7 +50,11 @@ class TinyDevice:
         for row in plan.rows:
             slot = self.slots[row.slot]
             assert slot["epoch"] == row.epoch
-            first = row.start if row.kind is RowKind.PREFILL else slot["computed"] + (len(slot["drafts"]) if row.kind is RowKind.DRAFT else 0)
+            first = (
+                row.start
+                if row.kind is RowKind.PREFILL
+                else slot["computed"] + (len(slot["drafts"]) if row.kind is RowKind.DRAFT else 0)
+            )
             for position in range(first, first + row.num_tokens):
                 page = slot["pages"][position // self.pages.page_size]  # the row's pages are all there
                 assert written.setdefault(page, row.slot) == row.slot, "two requests write one page"
@@ -89,20 +93,26 @@ def truth(position: int) -> int:
     budget=st.integers(1, 24),
     last_chunk=st.sampled_from([1, 4]),
 )
-def test_random_schedules(seed: int, num_pages: int, late: bool, caching: bool, slots: int, budget: int, last_chunk: int) -> None:
+def test_random_schedules(
+    seed: int, num_pages: int, late: bool, caching: bool, slots: int, budget: int, last_chunk: int
+) -> None:
     from aspire_llm.cache.pages import PageAllocator
 
     chance = random.Random(seed)
     limits = Limits(slots, budget, max_model_len=60, max_draft_tokens=chance.randint(1, 7), min_last_chunk=last_chunk)
     clock = iter(range(10**9))
-    scheduler = Scheduler(limits, PageAllocator(num_pages, 4, caching), random_policy(seed), clock=lambda: float(next(clock)))
+    scheduler = Scheduler(
+        limits, PageAllocator(num_pages, 4, caching), random_policy(seed), clock=lambda: float(next(clock))
+    )
     device = TinyDevice(scheduler, seed)
     arriving = []
     for i in range(chance.randint(1, 12)):
         n = chance.randint(1, 40)
         prompt = [truth(p) for p in range(n)] if chance.random() < 0.5 else [(p * p + i) % 50 for p in range(n)]
         stop = (truth(n + chance.randint(0, 9)),) if chance.random() < 0.3 else ()
-        arriving += requests_for(MODEL, [prompt], SamplingParams(max_tokens=chance.randint(1, 19), stop_token_ids=stop, temperature=0.0))
+        arriving += requests_for(
+            MODEL, [prompt], SamplingParams(max_tokens=chance.randint(1, 19), stop_token_ids=stop, temperature=0.0)
+        )
     everyone = list(arriving)
     flying: list[tuple[StepPlan, StepResult]] = []
     steps = 0
@@ -154,7 +164,13 @@ def test_tokens_survive_preemption(seed: int) -> None:
     chance = random.Random(seed)
     method = ["aspire", "vegas", "magicdec-snapkv", "magicdec-window"][seed % 4]
     engine = tiny_engine(
-        MODEL, method=method, late=seed % 2 == 1, policy=random_policy(seed), max_model_len=64, kv_cache_memory=4 * 256 * 22, max_num_seqs=6
+        MODEL,
+        method=method,
+        late=seed % 2 == 1,
+        policy=random_policy(seed),
+        max_model_len=64,
+        kv_cache_memory=4 * 256 * 22,
+        max_num_seqs=6,
     )
     waves = [requests_for(MODEL, PROMPTS, PARAMS) for _ in range(2)]
     waiting = [request for wave in waves for request in wave]
@@ -233,7 +249,9 @@ def test_a_fault_ends_its_requests_and_not_the_engine(monkeypatch: pytest.Monkey
 def test_long_prompt_does_not_hold_up_decoding() -> None:
     """sglang#32549: while a long prompt is prefilled, a decoding request gets a row in every step."""
     engine = tiny_engine(MODEL, method="plain", max_num_batched_tokens=8)
-    short, long = requests_for(MODEL, [PROMPTS[1], prompts_of([200])[0]], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    short, long = requests_for(
+        MODEL, [PROMPTS[1], prompts_of([200])[0]], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    )
     engine.add(short)
     while not short.output_token_ids:
         engine.step()

@@ -180,7 +180,9 @@ def test_verify_tokens_stay_under_the_bound() -> None:
 def test_same_seed_same_run_and_another_seed_another() -> None:
     trace, replay = random_trace(), Replay(batch_size=4, tokens=60, repeats=2)
     assert run_policy(trace, "confidence", COST, replay) == run_policy(trace, "confidence", COST, replay)
-    assert run_policy(trace, "confidence", COST, replay) != run_policy(trace, "confidence", COST, replace(replay, seed=1))
+    assert run_policy(trace, "confidence", COST, replay) != run_policy(
+        trace, "confidence", COST, replace(replay, seed=1)
+    )
 
 
 def test_poisson_arrivals_leave_the_batch_smaller_and_the_latency_lower() -> None:
@@ -279,7 +281,9 @@ def test_a_written_trace_reads_back(tmp_path: Path) -> None:
     trace = read_traces(path)["verified"]
     assert (trace.name, trace.first_start, trace.stride, trace.span) == ("mine", 5, 1, 10)
     assert [[d.accepted for d in row] for row in trace.drafts] == accepted.tolist()
-    assert np.abs(np.array([[d.confidences for d in row] for row in trace.drafts]) - confidence).max() <= 0.5 / 255 + 1e-9
+    assert (
+        np.abs(np.array([[d.confidences for d in row] for row in trace.drafts]) - confidence).max() <= 0.5 / 255 + 1e-9
+    )
 
 
 @pytest.mark.parametrize("fault", ["missing", "not npz", "no shape", "no methods", "wrong shape", "disagree"])

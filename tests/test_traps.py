@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from byte_tokenizer import EOS, byte_tokenizer
-from byte_tokenizer import VOCAB as BYTES
-from dense_attention import dense_attention
-from tiny import KEYS, ScriptedPolicy, always_draft_to, requests_for, run, script_drafts, tiny_engine, tiny_model
 
 from aspire_llm.engine.inputs import InputProcessor
 from aspire_llm.engine.outputs import request_metrics
 from aspire_llm.policy.base import Action
 from aspire_llm.request import Request, SamplingParams
+from byte_tokenizer import EOS, byte_tokenizer
+from byte_tokenizer import VOCAB as BYTES
+from dense_attention import dense_attention
+from tiny import KEYS, ScriptedPolicy, always_draft_to, requests_for, run, script_drafts, tiny_engine, tiny_model
 
 MODEL = tiny_model(vocab_size=BYTES)
 METHODS = ["plain", "aspire", "vegas", "magicdec-window", "sparsespec"]
@@ -29,7 +29,9 @@ def texts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(97, 123, (n,), generator=generator).tolist() for n in lengths]
 
 
-def with_text(prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], eos: Sequence[int] = ()) -> list[Request]:
+def with_text(
+    prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], eos: Sequence[int] = ()
+) -> list[Request]:
     """Requests that have text: every token is one byte of it."""
     each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     inputs = InputProcessor(byte_tokenizer(), BYTES, frozenset(eos), 0, keys=KEYS)
@@ -73,7 +75,9 @@ def test_a_stop_within_an_accepted_run_cuts_it(kind: str, late: bool) -> None:
             n = len(request.output_token_ids)
             ended_early = kind != "length" and request.output_token_ids[-1] in stops
             assert request.finish_reason == ("stop" if ended_early else "length")
-            assert request.stop_reason == (request.output_token_ids[-1] if ended_early and kind == "stop token" else None)
+            assert request.stop_reason == (
+                request.output_token_ids[-1] if ended_early and kind == "stop token" else None
+            )
             assert len(request.logprobs) == n
             assert [entry.token_id for entry in request.logprobs] == request.output_token_ids
             shown = request.output_token_ids[:-1] if ended_early else request.output_token_ids
@@ -95,7 +99,11 @@ def test_stop_strings_cut_text_and_tokens_alike(method: str, include: bool) -> N
         params = []
         for request in free:
             assert request.stream is not None
-            params.append(greedy(logit_bias=bias, stop=request.stream.text[first : first + width], include_stop_str_in_output=include))
+            params.append(
+                greedy(
+                    logit_bias=bias, stop=request.stream.text[first : first + width], include_stop_str_in_output=include
+                )
+            )
         requests = with_text(prompts, params)
         engine = tiny_engine(MODEL, method=method, policy=None if method == "plain" else always_draft_to(7))
         perfect_drafts(engine, prompts, [r.output_token_ids for r in free])
@@ -117,7 +125,11 @@ def test_a_banned_token_never_comes_though_it_is_drafted(mode: str) -> None:
     for temperature in (0.0, 1.0):
         engine = tiny_engine(MODEL, method="aspire", policy=always_draft_to(6), draft_sampling=mode)
         script_drafts(engine, lambda before, own: 110)
-        for params in ({"logit_bias": {110: -100.0}}, {"allowed_token_ids": [108, 109, 111]}, {"bad_words_token_ids": [[110]]}):
+        for params in (
+            {"logit_bias": {110: -100.0}},
+            {"allowed_token_ids": [108, 109, 111]},
+            {"bad_words_token_ids": [[110]]},
+        ):
             requests = requests_for(MODEL, prompts, greedy(temperature=temperature, seed=5, **params))
             for output in run(engine, requests):
                 assert 110 not in output
@@ -156,7 +168,10 @@ def test_seeds_fix_tokens_whatever_else_runs(mode: str) -> None:
     """vllm#6038, #9441: the same seed gives the same tokens alone, in a batch, in any order, preempted, with any method."""
     prompts = texts_of([8, 8, 17, 26, 40, 44])
     params = [SamplingParams(temperature=0.9, seed=seed, max_tokens=20, ignore_eos=True) for seed in (1, 2, 1, 7, 7, 9)]
-    alone = [run(tiny_engine(MODEL, method="plain"), requests_for(MODEL, [p], s))[0] for p, s in zip(prompts, params, strict=True)]
+    alone = [
+        run(tiny_engine(MODEL, method="plain"), requests_for(MODEL, [p], s))[0]
+        for p, s in zip(prompts, params, strict=True)
+    ]
     for seed, method in enumerate(METHODS):
         order = list(range(len(prompts)))
         random.Random(seed).shuffle(order)
@@ -173,7 +188,9 @@ def test_rejection_sampling_is_reproducible_with_the_same_drafts() -> None:
     params = [SamplingParams(temperature=0.9, seed=seed, max_tokens=20, ignore_eos=True) for seed in (1, 2, 7, 9)]
 
     def outputs(order: Sequence[int]) -> list[list[int]]:
-        engine = tiny_engine(MODEL, method="aspire", draft_sampling="rejection", policy=always_draft_to(4), enable_prefix_caching=False)
+        engine = tiny_engine(
+            MODEL, method="aspire", draft_sampling="rejection", policy=always_draft_to(4), enable_prefix_caching=False
+        )
         return run(engine, requests_for(MODEL, [prompts[i] for i in order], [params[i] for i in order]))
 
     together = outputs([0, 1, 2, 3])
@@ -183,7 +200,9 @@ def test_rejection_sampling_is_reproducible_with_the_same_drafts() -> None:
 
 def rescored(tokens: list[int]) -> torch.Tensor:
     """Log-probabilities [n, vocabulary] of a whole text in one pass."""
-    hidden = MODEL.decoder(torch.tensor(tokens), torch.arange(len(tokens)), dense_attention(MODEL.config, [len(tokens)]))
+    hidden = MODEL.decoder(
+        torch.tensor(tokens), torch.arange(len(tokens)), dense_attention(MODEL.config, [len(tokens)])
+    )
     return torch.log_softmax(MODEL.decoder.logits(hidden), dim=-1)
 
 
@@ -263,7 +282,7 @@ def test_counts_agree() -> None:
         stats = request.stats
         metrics = request_metrics([request])
         assert len(request.output_token_ids) == 40
-        assert 40 <= 1 + stats.num_cycles + stats.num_accepted_tokens
+        assert 1 + stats.num_cycles + stats.num_accepted_tokens >= 40
         assert stats.steps["verify"] == stats.num_cycles
         assert stats.steps["draft"] >= stats.num_draft_tokens
         assert sum(stats.drafted_per_position) == stats.num_draft_tokens
@@ -287,12 +306,21 @@ def test_mixed_parameters_in_one_batch(seed: int) -> None:
     chance = random.Random(seed)
     prompts = texts_of([chance.randint(2, 60) for _ in range(9)], seed)
     choices = [
-        greedy(), greedy(repetition_penalty=1.3), greedy(temperature=1.0, seed=seed), greedy(temperature=0.5, top_k=5, seed=3),
-        greedy(max_tokens=3), greedy(temperature=1.3, min_p=0.1, seed=8), greedy(draft=False), greedy(logprobs=3),
+        greedy(),
+        greedy(repetition_penalty=1.3),
+        greedy(temperature=1.0, seed=seed),
+        greedy(temperature=0.5, top_k=5, seed=3),
+        greedy(max_tokens=3),
+        greedy(temperature=1.3, min_p=0.1, seed=8),
+        greedy(draft=False),
+        greedy(logprobs=3),
         greedy(stop_token_ids=[100, 105], ignore_eos=False),
     ]
     params = [chance.choice(choices) for _ in prompts]
-    expected = [run(tiny_engine(MODEL, method="plain"), requests_for(MODEL, [p], s))[0] for p, s in zip(prompts, params, strict=True)]
+    expected = [
+        run(tiny_engine(MODEL, method="plain"), requests_for(MODEL, [p], s))[0]
+        for p, s in zip(prompts, params, strict=True)
+    ]
     actions = [Action.DRAFT] * 5 + [Action.VERIFY] * 2
     policy = ScriptedPolicy(lambda view, asked: chance.choice(actions))
     engine = tiny_engine(MODEL, method="aspire", late=seed % 2 == 1, policy=policy)
@@ -317,5 +345,9 @@ def test_eos_ends_a_request_unless_ignored() -> None:
     for method in METHODS:
         stopped, ignoring = requests_for(model, prompts * 2, [greedy(ignore_eos=False), greedy()])
         run(tiny_engine(model, method=method), [stopped, ignoring])
-        assert (stopped.output_token_ids, stopped.finish_reason, stopped.stop_reason) == (plain[: first + 1], "stop", None)
+        assert (stopped.output_token_ids, stopped.finish_reason, stopped.stop_reason) == (
+            plain[: first + 1],
+            "stop",
+            None,
+        )
         assert (ignoring.output_token_ids, ignoring.finish_reason) == (plain, "length")

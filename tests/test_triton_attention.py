@@ -1,10 +1,10 @@
 import pytest
 import torch
-from triton_oracle import RowSpec, Scene, attend, make_scene
 
 from aspire_llm.attention.triton.backend import TritonBackend, Tuning
 from aspire_llm.errors import UserError
 from aspire_llm.request import RowKind
+from triton_oracle import RowSpec, Scene, attend, make_scene
 
 pytestmark = pytest.mark.kernel
 
@@ -115,7 +115,9 @@ def test_scores_of_rows_of_65_to_80_packed_rows_and_of_windows():
 
 
 def test_a_shorter_step_leaves_nothing_of_the_longer_one():
-    long = make_scene([weighted(RowSpec(VERIFY, 90, 2)), weighted(RowSpec(VERIFY, 40, 1))], num_heads=2, kv_heads=1, dim=16)
+    long = make_scene(
+        [weighted(RowSpec(VERIFY, 90, 2)), weighted(RowSpec(VERIFY, 40, 1))], num_heads=2, kv_heads=1, dim=16
+    )
     made = backend(long, score_layers=[0])
     check(long, made)
     short = make_scene([weighted(RowSpec(VERIFY, 20, 2))], num_heads=2, kv_heads=1, dim=16, seed=1)
@@ -136,7 +138,12 @@ def test_buffers_serve_any_step_within_their_bounds():
 
 @pytest.mark.parametrize("programs", [2, 16, 400])
 def test_any_number_of_pieces(programs):
-    specs = [RowSpec(VERIFY, 200, 1), RowSpec(VERIFY, 300, 17), RowSpec(DRAFT, 90, 1, 60, tuple(range(0, 60, 2))), RowSpec(VERIFY, 5, 3)]
+    specs = [
+        RowSpec(VERIFY, 200, 1),
+        RowSpec(VERIFY, 300, 17),
+        RowSpec(DRAFT, 90, 1, 60, tuple(range(0, 60, 2))),
+        RowSpec(VERIFY, 5, 3),
+    ]
     scene = make_scene(specs, num_heads=4, kv_heads=1, dim=16, device=DEVICE)
     check(scene, backend(scene, tuning=Tuning(block_n=16, programs=programs, min_blocks=1)))
 
@@ -150,7 +157,9 @@ def test_deterministic_bits_do_not_depend_on_the_batch():
     made.store(0, lone.k, lone.v)
     for j in range(5):
         one = make_scene([RowSpec(VERIFY, 1500 + j, 1)], num_heads=4, kv_heads=1, dim=16, page_size=64, device=DEVICE)
-        one.batch.page_table[int(one.batch.slots[0])] = lone.batch.page_table[int(lone.batch.slots[0])][: one.batch.page_table.shape[1]]
+        one.batch.page_table[int(one.batch.slots[0])] = lone.batch.page_table[int(lone.batch.slots[0])][
+            : one.batch.page_table.shape[1]
+        ]
         out = made.run(made.plan(one.batch), 0, lone.q[j : j + 1], lone.k[j : j + 1], lone.v[j : j + 1])
         # BLAS, which the interpreter multiplies with, rounds by where a row stands; the device does not.
         if DEVICE == "cuda" or j == 0:

@@ -21,13 +21,18 @@ def run(scores: torch.Tensor, lengths: list[int], k: int, **forced: int) -> list
     rows = scores.shape[0]
     out = torch.full((rows, k), -1, dtype=torch.int32, device=DEVICE)
     counts = torch.full((rows,), -1, dtype=torch.int32, device=DEVICE)
-    top_k(scores.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE), k, out=out, counts=counts, **forced)
+    top_k(
+        scores.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE), k, out=out, counts=counts, **forced
+    )
     return [row[:n].tolist() for row, n in zip(out.cpu(), counts.tolist(), strict=True)]
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.integers(0, 300), min_size=1, max_size=4), st.integers(1, 70), st.integers(0, 2**31), st.sampled_from("uts")
+    st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    st.integers(1, 70),
+    st.integers(0, 2**31),
+    st.sampled_from("uts"),
 )
 def test_top_k_of_rows_of_any_length(lengths, k, seed, kind):
     gen = torch.Generator().manual_seed(seed)
@@ -72,7 +77,9 @@ def test_union_of_two_lists(first, second, limits):
         for i, layer in enumerate(lists):
             for s, values in enumerate(layer):
                 out[i, s, : len(values)] = torch.tensor(values, dtype=torch.int32)
-        return out.to(DEVICE), torch.tensor([[len(v) for v in layer] for layer in lists], dtype=torch.int32, device=DEVICE)
+        return out.to(DEVICE), torch.tensor(
+            [[len(v) for v in layer] for layer in lists], dtype=torch.int32, device=DEVICE
+        )
 
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)

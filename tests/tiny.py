@@ -97,7 +97,9 @@ def tiny_engine(
     return Engine(engine.scheduler, engine.runner, late=late) if late else engine
 
 
-def requests_for(model: LoadedModel, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[Request]:
+def requests_for(
+    model: LoadedModel, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[Request]:
     each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     inputs = InputProcessor(None, model.config.vocab_size, model.eos_token_ids, 0, keys=KEYS)
     return [r for prompt, p in zip(prompts, each, strict=True) for r in inputs.requests(list(prompt), p)]
@@ -113,13 +115,17 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-def plain_tokens(model: LoadedModel, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any) -> list[list[int]]:
+def plain_tokens(
+    model: LoadedModel, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any
+) -> list[list[int]]:
     return run(tiny_engine(model, method="plain", **options), requests_for(model, prompts, params))
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
-Script = Callable[[list[int], int], int | None]  # (tokens before the draft, the model's own draft) -> the draft; None: keep
+Script = Callable[
+    [list[int], int], int | None
+]  # (tokens before the draft, the model's own draft) -> the draft; None: keep
 
 
 class ScriptedSampler:

@@ -99,6 +99,7 @@ def make_scene(
         tail_starts=tail_starts.to(device),
         score_weights=weights.to(device),
         scored_rows=tuple(i for i, spec in enumerate(specs) if spec.weights is not None),
+        num_scored_tokens=int(weights.count_nonzero()),
     )
 
     def draw(heads: int) -> Tensor:
@@ -109,7 +110,13 @@ def make_scene(
 
 
 def attend(
-    scene: Scene, layer: int, *, window: int | None = None, dense: bool = False, key_scale: float = 1.0, value_scale: float = 1.0
+    scene: Scene,
+    layer: int,
+    *,
+    window: int | None = None,
+    dense: bool = False,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every token in float64, K and V of the step being in the cache already: output [T, heads, D], and mean
     probability over heads times weight summed over each row's tokens [R, longest]. dense: sparse rows read everything."""
@@ -131,7 +138,10 @@ def attend(
             table = batch.page_table[slot].cpu()
             places = table[seen // pool.page_size].long() * pool.page_size + seen % pool.page_size
             k = pool.k[layer].cpu().float()[:, places].double().repeat_interleave(num_heads // kv_heads, 0) * key_scale
-            v = pool.v[layer].cpu().float()[:, places].double().repeat_interleave(num_heads // kv_heads, 0) * value_scale
+            v = (
+                pool.v[layer].cpu().float()[:, places].double().repeat_interleave(num_heads // kv_heads, 0)
+                * value_scale
+            )
             logits = torch.einsum("hd,hnd->hn", scene.q[token].cpu().double(), k) * scene.scale
             p = logits.softmax(-1)
             out[token] = torch.einsum("hn,hnd->hd", p, v)

@@ -34,10 +34,18 @@ METHODS: dict[str, MethodPreset] = {
         "snapkv", "lockstep", 4, "MagicDec with SnapKV drafts: set chosen once at the end of the prompt"
     ),
     "vegas": MethodPreset("verified", "lockstep", 6, "Vegas: set from the last verification, whole batch in phase"),
-    "sparsespec": MethodPreset("verified", "staggered", 8, "SparseSpec: fixed draft length, phases spread over the batch"),
-    "aspire-fsm": MethodPreset("refreshed", "fsm", 4, "ASPIRE's simple variant: longer after full acceptance, shorter after a rejection"),
-    "aspire-ema": MethodPreset("refreshed", "ema", 4, "ASPIRE, the paper: best length by smoothed acceptance rate and cost model"),
-    "aspire": MethodPreset("refreshed", "confidence", 4, "ours: every request drafts while its draft confidence says that it pays"),
+    "sparsespec": MethodPreset(
+        "verified", "staggered", 8, "SparseSpec: fixed draft length, phases spread over the batch"
+    ),
+    "aspire-fsm": MethodPreset(
+        "refreshed", "fsm", 4, "ASPIRE's simple variant: longer after full acceptance, shorter after a rejection"
+    ),
+    "aspire-ema": MethodPreset(
+        "refreshed", "ema", 4, "ASPIRE, the paper: best length by smoothed acceptance rate and cost model"
+    ),
+    "aspire": MethodPreset(
+        "refreshed", "confidence", 4, "ours: every request drafts while its draft confidence says that it pays"
+    ),
 }
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -67,8 +75,12 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on the CPU, else bfloat16"
     )
-    attention_backend: Literal["auto", "reference", "triton"] = Field("auto", description="auto: triton on a GPU, else reference")
-    enforce_eager: bool = Field(False, description="GPU: launch every kernel by itself instead of replaying CUDA graphs")
+    attention_backend: Literal["auto", "reference", "triton"] = Field(
+        "auto", description="auto: triton on a GPU, else reference"
+    )
+    enforce_eager: bool = Field(
+        False, description="GPU: launch every kernel by itself instead of replaying CUDA graphs"
+    )
     seed: int = Field(0, ge=0, description="of requests that bring none")
     max_model_len: Size | None = Field(
         None, description="longest prompt + output in tokens, e.g. 8192 or 32K; default: the model's"
@@ -79,7 +91,8 @@ class EngineConfig(BaseModel):
     )
     block_size: int = Field(64, ge=1, le=1024, description="tokens a page of the KV cache")
     kv_cache_memory: Size | None = Field(
-        None, description="bytes of KV cache, e.g. 4G; default: what max_num_seqs needs, up to a share of the free memory"
+        None,
+        description="bytes of KV cache, e.g. 4G; default: what max_num_seqs needs, up to a share of the free memory",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory for weights, cache and work"
@@ -88,12 +101,16 @@ class EngineConfig(BaseModel):
     method: str = Field("aspire", description="preset of context and policy: " + ", ".join(METHODS))
     context: SelectorName | None = Field(None, description="selector of the drafting context; default: the method's")
     policy: str | None = Field(None, description="when to draft and verify; default: the method's")
-    budget: int | None = Field(None, ge=1, description="positions in a drafting context; default: the profile's, else 512")
+    budget: int | None = Field(
+        None, ge=1, description="positions in a drafting context; default: the profile's, else 512"
+    )
     draft_tokens: int | None = Field(
         None, ge=1, le=64, description="draft length of fixed-length policies; default: the method's"
     )
     max_draft_tokens: int = Field(16, ge=1, le=64, description="most drafts between two verifications")
-    max_verify_tokens: int | None = Field(None, ge=1, description="most tokens of verifications a step; default 128 on a GPU")
+    max_verify_tokens: int | None = Field(
+        None, ge=1, description="most tokens of verifications a step; default 128 on a GPU"
+    )
     calibrate: bool = Field(True, description="measure this machine at start-up, for policies that weigh costs")
     refresh_layers: tuple[int, ...] | None = Field(
         None, description="layers that renew the context; default: profile's, else penultimate"

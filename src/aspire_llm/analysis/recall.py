@@ -25,7 +25,7 @@ Observer = Callable[[int, Tensor], None]
 class ScoreRecorder:
     """A `Selector` that chooses nothing: it shows an observer the attention of plain decoding at the given layers."""
 
-    refresh_layers: Sequence[int] = ()
+    refresh_layers: tuple[int, ...] = ()
     prompt_queries = 1
 
     def __init__(self, layers: Sequence[int], observer: Observer) -> None:
@@ -35,9 +35,12 @@ class ScoreRecorder:
     def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
         return [0.0] * (num_tokens - 1) + [1.0]
 
-    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Tensor) -> None:
+    def renew(
+        self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]
+    ) -> None:
+        probabilities = scores(self.score_layers)
         for i, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
-            self._observer(slot, torch.stack([scores[layer][i, :length] for layer in self.score_layers]))
+            self._observer(slot, probabilities[:, i, :length])
 
     def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
         raise AssertionError("plain decoding has no DRAFT rows")

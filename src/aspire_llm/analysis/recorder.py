@@ -21,7 +21,9 @@ from aspire_llm.cache.pool import KVPool
 from aspire_llm.config import SelectorName
 from aspire_llm.context.selectors import Selector, make_selector
 from aspire_llm.context.state import ContextState
+from aspire_llm.engine.forward import EagerForward
 from aspire_llm.engine.runner import Runner
+from aspire_llm.engine.slots import SlotState
 from aspire_llm.errors import UserError
 from aspire_llm.models.load import LoadedModel
 from aspire_llm.request import RowKind, SamplingParams
@@ -134,7 +136,7 @@ class Recorder:
             method.context,
             windows=shape.windows,
             refresh_layers=method.refresh_layers or None,
-            num_slots=len(self.prompts),
+            num_slots=len(self.prompts) + 1,
             budget=method.budget,
             verified_share=method.verified_share,
             device=self.device,
@@ -180,17 +182,11 @@ class Recorder:
             refresh_layers=selector.refresh_layers if selector else (),
             score_layers=selector.score_layers if selector else (),
         )
-        return Runner(
-            self.model.decoder,
-            backend,
-            Sampler(slots, shape.vocab_size, self.device, max_draft_tokens=max_drafts),
-            selector,
-            ContextState(shape.num_layers, slots, budget, self.device),
-            num_slots=slots,
-            max_model_len=self._longest,
-            page_size=PAGE,
-            device=self.device,
-        )
+        state = SlotState(slots, self._longest, max_drafts, PAGE, self.device)
+        contexts = ContextState(shape.num_layers, slots + 1, budget, self.device)
+        forward = EagerForward(self.model.decoder, backend, state, contexts)
+        sampler = Sampler(slots, shape.vocab_size, self.device, max_draft_tokens=max_drafts)
+        return Runner(self.model.decoder, forward, sampler, selector, contexts, state)
 
     def _admit(self, computed: Sequence[int]) -> tuple[Admission, ...]:
         params = SamplingParams(temperature=0.0, max_tokens=self.num_output, ignore_eos=True)

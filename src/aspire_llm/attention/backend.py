@@ -34,8 +34,11 @@ class AttentionBatch:
     sets: Tensor  # int32 [L, S, B]: permanent; distinct positions, all below tail_starts[slot]
     set_lengths: Tensor  # int32 [L, S]: valid entries of each set
     tail_starts: Tensor  # int32 [S]: permanent
-    score_weights: Tensor  # float32 [T]: weight of each token's attention probabilities in its row's score; 0: not scored
+    score_weights: (
+        Tensor  # float32 [T]: weight of each token's attention probabilities in its row's score; 0: not scored
+    )
     scored_rows: tuple[int, ...]  # [≤ R], on the host: rows with any weight
+    num_scored_tokens: int  # on the host: tokens with any weight
 
 
 class AttentionPlan(Protocol):

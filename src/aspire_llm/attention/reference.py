@@ -119,9 +119,7 @@ class ReferenceBackend:
             reads=[0] * len(batch.kinds),
         )
 
-    def _dense_row(
-        self, batch: AttentionBatch, i: int, offset: int, n: int, slot: int, start: int
-    ) -> DenseRow:
+    def _dense_row(self, batch: AttentionBatch, i: int, offset: int, n: int, slot: int, start: int) -> DenseRow:
         end, page_size = start + n, self.pool.page_size
         pages = batch.page_table[slot, : -(-end // page_size)].long()
         places: Tensor | slice
@@ -155,7 +153,9 @@ class ReferenceBackend:
         sets = batch.sets[:, slots, : int(set_lengths[self.sparse_layers].max())].long()  # [L, R, B]
         in_set = torch.arange(sets.shape[2], device=device) < set_lengths[:, :, None]
         set_places = flat_places(batch.page_table, slots[None, :, None], sets.where(in_set, 0), self.pool.page_size)
-        tail_places = flat_places(batch.page_table, slots[:, None], tail.minimum(tail_end[:, None] - 1), self.pool.page_size)
+        tail_places = flat_places(
+            batch.page_table, slots[:, None], tail.minimum(tail_end[:, None] - 1), self.pool.page_size
+        )
         layers = sets.shape[0]
         places = torch.cat([set_places, tail_places.expand(layers, -1, -1)], dim=2)
         in_tail = tail[:, None, :] <= positions[:, :, None]  # [R, N, tail]: causal
@@ -206,9 +206,9 @@ class ReferenceBackend:
         if row.num_tokens >= FUSED_QUERY_TOKENS:
             out[span] = self._attend_fused(queries, k, v, row.start - low, window).transpose(0, 1)
             probabilities = (
-                (
-                None if weighted is None else self._probabilities(queries[:, weighted], k, row.start - low + weighted, window)
-            )
+                None
+                if weighted is None
+                else self._probabilities(queries[:, weighted], k, row.start - low + weighted, window)
             )
         else:
             tokens = torch.arange(row.num_tokens, device=q.device)
@@ -258,7 +258,11 @@ class ReferenceBackend:
         num_rows, width = places.shape
         kv_heads, dim = keys.shape[0], keys.shape[2]
         k, v = (t.index_select(1, places.flatten()).view(kv_heads, num_rows, width, dim) for t in (keys, values))
-        queries = (q[rows.tokens] * self.scale).view(num_rows, -1, kv_heads, self.num_heads // kv_heads, dim).permute(2, 0, 3, 1, 4)  # [KV, R, group, N, D]
+        queries = (
+            (q[rows.tokens] * self.scale)
+            .view(num_rows, -1, kv_heads, self.num_heads // kv_heads, dim)
+            .permute(2, 0, 3, 1, 4)
+        )  # [KV, R, group, N, D]
         group, n = queries.shape[2:4]
         logits = (queries.reshape(kv_heads, num_rows, group * n, dim) @ k.transpose(2, 3)).float()
         logits = logits.view(kv_heads, num_rows, group, n, width)

@@ -22,6 +22,7 @@ from aspire_llm.config import METHODS, EngineConfig, make_config
 from aspire_llm.engine.engine import Step
 from aspire_llm.engine.llm import LLM, OnStep
 from aspire_llm.errors import UserError
+from aspire_llm.policy.factory import POLICY_SETTINGS
 from aspire_llm.request import Request, RowKind, SamplingParams, SpeculationStats
 
 REFERENCE = "plain"
@@ -101,7 +102,7 @@ def method_configs(methods: Sequence[str], options: Mapping[str, Any]) -> dict[s
         taken = False
         for settings in chosen.values():
             try:
-                make_config(**settings, **{name: options[name]})
+                check_option(make_config(**settings, **{name: options[name]}), name)
             except UserError as error:
                 refused = error
             else:
@@ -110,6 +111,14 @@ def method_configs(methods: Sequence[str], options: Mapping[str, Any]) -> dict[s
         if not taken and refused is not None:
             raise refused
     return {method: make_config(**settings) for method, settings in chosen.items()}
+
+
+def check_option(config: EngineConfig, name: str) -> None:
+    """Raises UserError if the policy has no use for the option `name`."""
+    policy = config.policy or config.preset.policy
+    takes, _ = POLICY_SETTINGS[policy]
+    if name == "draft_tokens" and "draft_length" not in takes:
+        raise UserError(f"draft_tokens={config.draft_tokens} does nothing with policy {policy!r}", name)
 
 
 def run_offline(

@@ -44,7 +44,9 @@ class Selector(Protocol):
         """Score weight of each token of a row; all 0 for a row that needs no scores."""
         ...
 
-    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]) -> None:
+    def renew(
+        self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]
+    ) -> None:
         """slots int64 [R]; lengths int64 [R]: exact positions now; prompt_ended [R], on the host: the prompt just ended."""
         ...
 
@@ -63,7 +65,9 @@ class WindowSelector:
     def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
         return [0.0] * num_tokens
 
-    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]) -> None:
+    def renew(
+        self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]
+    ) -> None:
         sinks, _ = forced_counts(state.budget)
         places = torch.arange(state.budget, device=slots.device)
         gap = (lengths - state.budget).clamp(min=0)  # positions left out between sinks and window
@@ -91,7 +95,9 @@ class SnapKVSelector:
         observed = min(self.prompt_queries, num_tokens) if kind is RowKind.PREFILL else 0
         return [0.0] * (num_tokens - observed) + [1.0] * observed
 
-    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]) -> None:
+    def renew(
+        self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]
+    ) -> None:
         if not any(prompt_ended):
             return
         ended = torch.tensor([i for i, did in enumerate(prompt_ended) if did], device=slots.device)
@@ -124,10 +130,14 @@ class VerifiedSelector:
             weights[0] = weights[-1] = 0.5
         return weights
 
-    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]) -> None:
+    def renew(
+        self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]
+    ) -> None:
         sinks, recent = forced_counts(state.budget)
         stacked = scores(self.score_layers)
-        sets, counts = top_positions(stacked, lengths.expand(stacked.shape[:2]), state.budget, sinks=sinks, recent=recent)
+        sets, counts = top_positions(
+            stacked, lengths.expand(stacked.shape[:2]), state.budget, sinks=sinks, recent=recent
+        )
         store_by_layer(state, slots, self.score_layers, sets, counts)
         state.tail_starts[slots] = lengths.to(torch.int32)
 
@@ -159,10 +169,13 @@ class RefreshedSelector(VerifiedSelector):
         self.num_refreshed = budget - self.num_verified
         # which refresh layer serves each score layer; the later one on a tie, since it has seen more
         nearest = [
-            min(range(len(refresh_layers)), key=lambda i: (abs(refresh_layers[i] - layer), -i)) for layer in score_layers
+            min(range(len(refresh_layers)), key=lambda i: (abs(refresh_layers[i] - layer), -i))
+            for layer in score_layers
         ]
         self._served_by = torch.tensor(nearest, dtype=torch.int32, device=device)
-        self._layers = None if tuple(score_layers) == tuple(range(num_layers)) else torch.tensor(score_layers, device=device)
+        self._layers = (
+            None if tuple(score_layers) == tuple(range(num_layers)) else torch.tensor(score_layers, device=device)
+        )
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -177,10 +190,14 @@ class RefreshedSelector(VerifiedSelector):
             return [0.0] * (num_tokens - 1) + [1.0]
         return super().query_weights(kind, num_tokens)
 
-    def renew(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]) -> None:
+    def renew(
+        self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]
+    ) -> None:
         sinks, recent = forced_counts(self.num_verified)
         stacked = scores(self.score_layers)
-        sets, counts = top_positions(stacked, lengths.expand(stacked.shape[:2]), self.num_verified, sinks=sinks, recent=recent)
+        sets, counts = top_positions(
+            stacked, lengths.expand(stacked.shape[:2]), self.num_verified, sinks=sinks, recent=recent
+        )
         self._verified[:, slots, : sets.shape[2]] = sets.int()
         self._verified_counts[:, slots] = counts.int()
         state.tail_starts[slots] = lengths.to(torch.int32)
@@ -190,7 +207,9 @@ class RefreshedSelector(VerifiedSelector):
         if self.num_refreshed:
             sinks, recent = forced_counts(self.num_verified)  # already in the verified part
             stacked = scores(self.refresh_layers)
-            best, counts = best_unforced(stacked, lengths.expand(stacked.shape[:2]), self.num_refreshed, sinks=sinks, recent=recent)
+            best, counts = best_unforced(
+                stacked, lengths.expand(stacked.shape[:2]), self.num_refreshed, sinks=sinks, recent=recent
+            )
             self._refreshed[:, slots, : best.shape[2]] = best.int()
             self._refreshed_counts[:, slots] = counts.int()
         union_into(
@@ -238,5 +257,7 @@ def make_selector(
                     f"refresh layer {layer} is not a full-attention layer; the model has {len(windows)} layers, numbered from 0",
                     "refresh_layers",
                 )
-        return RefreshedSelector(full, sorted(set(refresh_layers)), len(windows), num_slots, budget, verified_share, device)
+        return RefreshedSelector(
+            full, sorted(set(refresh_layers)), len(windows), num_slots, budget, verified_share, device
+        )
     raise UserError(f"context {name!r} is unknown; known: window, snapkv, verified, refreshed", "context")

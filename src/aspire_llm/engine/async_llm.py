@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from aspire_llm.config import EngineConfig
+from aspire_llm.engine.engine import Step
 from aspire_llm.engine.inputs import Message, Prompt
 from aspire_llm.engine.llm import LLM
 from aspire_llm.engine.outputs import request_output
@@ -16,7 +17,7 @@ from aspire_llm.request import Request, RequestOutput, SamplingParams
 
 
 class AsyncLLM:
-    """An engine for asyncio. Options are those of `LLM`.
+    """An engine for asyncio. Options are those of `LLM`; on_step is called on the engine's thread after every step.
 
         llm = AsyncLLM("smollm2-135m")
         async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
@@ -25,9 +26,11 @@ class AsyncLLM:
     Leaving the loop early, or cancelling its task, aborts the request within one engine step.
     """
 
-    def __init__(self, model: str = "smollm2-135m", **options: Any) -> None:
+    def __init__(
+        self, model: str = "smollm2-135m", *, on_step: Callable[[Step], None] | None = None, **options: Any
+    ) -> None:
         self._llm = LLM(model, **options)
-        self._thread = EngineThread(self._llm.engine)
+        self._thread = EngineThread(self._llm.engine, on_step)
         self._running: dict[str, list[Request]] = {}
 
     @property

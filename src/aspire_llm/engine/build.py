@@ -112,7 +112,14 @@ def load(config: EngineConfig) -> LoadedModel:
     )
 
 
-def resolve(config: EngineConfig, model: DecoderConfig, device: torch.device, dtype: torch.dtype, cache: Cache | None, profile: Profile | None = None) -> Resolved:
+def resolve(
+    config: EngineConfig,
+    model: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache: Cache | None,
+    profile: Profile | None = None,
+) -> Resolved:
     """Raises UserError where an option does not fit the model or the machine's memory. Options win over the profile."""
     preset = config.preset
     context = config.context or preset.context
@@ -120,7 +127,8 @@ def resolve(config: EngineConfig, model: DecoderConfig, device: torch.device, dt
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise UserError(
-            f"max_model_len={max_model_len} is above the {model.max_position_embeddings} positions of this model", "max_model_len"
+            f"max_model_len={max_model_len} is above the {model.max_position_embeddings} positions of this model",
+            "max_model_len",
         )
     page_size = config.block_size
     page_bytes = model.kv_bytes_per_token(dtype) * page_size
@@ -143,7 +151,9 @@ def resolve(config: EngineConfig, model: DecoderConfig, device: torch.device, dt
         if getattr(config, option) is not None and policy in POLICY_SETTINGS and setting not in takes:
             raise UserError(f"{option}={getattr(config, option)} does nothing with policy {policy!r}", option)
     drafting = drafting_context(config, profile)
-    limits = Limits(config.max_num_seqs, tokens, max_model_len, max_draft, min_last_chunk=32 if context == "snapkv" else 1)
+    limits = Limits(
+        config.max_num_seqs, tokens, max_model_len, max_draft, min_last_chunk=32 if context == "snapkv" else 1
+    )
     return Resolved(
         device=device,
         dtype=dtype,
@@ -192,7 +202,9 @@ def choose_num_pages(config: EngineConfig, page_bytes: int, pages_per_request: i
     wanted = config.max_num_seqs * pages_per_request
     affordable = int(available * share) // page_bytes
     if affordable < 1:
-        raise UserError(f"a page of KV cache needs {gib(page_bytes)} and {gib(available)} are free; lower block_size", option)
+        raise UserError(
+            f"a page of KV cache needs {gib(page_bytes)} and {gib(available)} are free; lower block_size", option
+        )
     return min(wanted, affordable)
 
 
@@ -234,17 +246,29 @@ def build_engine(
         resolved.device,
         config.draft_sampling,
         max_draft_tokens=config.max_draft_tokens,
-        grammars=Grammars(model.tokenizer, shape.vocab_size, model.eos_token_ids) if model.tokenizer is not None else None,
+        grammars=Grammars(model.tokenizer, shape.vocab_size, model.eos_token_ids)
+        if model.tokenizer is not None
+        else None,
     )
-    state = SlotState(config.max_num_seqs, resolved.max_model_len, resolved.limits.max_draft_tokens, config.block_size, resolved.device)
-    contexts = ContextState(shape.num_layers, config.max_num_seqs + 1, resolved.budget if selector else 1, resolved.device)
+    state = SlotState(
+        config.max_num_seqs,
+        resolved.max_model_len,
+        resolved.limits.max_draft_tokens,
+        config.block_size,
+        resolved.device,
+    )
+    contexts = ContextState(
+        shape.num_layers, config.max_num_seqs + 1, resolved.budget if selector else 1, resolved.device
+    )
     forward = build_forward(config, resolved, decoder, cache.pool, selector, state, contexts)
     runner = Runner(decoder, forward, sampler, selector, contexts, state)
     late = resolved.device.type == "cuda"  # a step is planned while the last one runs
     if policy is not None:
         return Built(Engine(Scheduler(resolved.limits, cache.pages, policy), runner, late=late), cache)
     takes, _ = POLICY_SETTINGS.get(resolved.policy, (frozenset(), frozenset()))
-    cost = starting_cost(config, resolved, runner, cache, cost) if resolved.policy in PRICED else prior(decoder, resolved)
+    cost = (
+        starting_cost(config, resolved, runner, cache, cost) if resolved.policy in PRICED else prior(decoder, resolved)
+    )
     policy = make_policy(
         resolved.policy,
         cost,
@@ -270,7 +294,9 @@ def build_forward(
     shape = decoder.config
     refresh_layers = selector.refresh_layers if selector else ()
     score_layers = selector.score_layers if selector else ()
-    if config.attention_backend == "reference" or (config.attention_backend == "auto" and resolved.device.type == "cpu"):
+    if config.attention_backend == "reference" or (
+        config.attention_backend == "auto" and resolved.device.type == "cpu"
+    ):
         reference = ReferenceBackend(
             pool,
             num_heads=shape.num_heads,
@@ -281,7 +307,9 @@ def build_forward(
         )
         return EagerForward(decoder, reference, state, contexts)
     if resolved.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UserError("attention_backend='triton' on the CPU works only under TRITON_INTERPRET=1", "attention_backend")
+        raise UserError(
+            "attention_backend='triton' on the CPU works only under TRITON_INTERPRET=1", "attention_backend"
+        )
     try:
         from aspire_llm.attention.triton.backend import TritonBackend
     except ImportError:
@@ -328,11 +356,19 @@ def make_cache(config: EngineConfig, model: LoadedModel, resolved: Resolved) -> 
     shape = model.config
     try:
         pool = KVPool(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, resolved.num_pages, config.block_size, resolved.dtype, resolved.device
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            resolved.num_pages,
+            config.block_size,
+            resolved.dtype,
+            resolved.device,
         )
     except (RuntimeError, MemoryError):
         needed = shape.kv_bytes_per_token(resolved.dtype) * config.block_size * resolved.num_pages
-        raise UserError(f"KV cache of {gib(needed)} cannot be allocated; lower kv_cache_memory", "kv_cache_memory") from None
+        raise UserError(
+            f"KV cache of {gib(needed)} cannot be allocated; lower kv_cache_memory", "kv_cache_memory"
+        ) from None
     return Cache(PageAllocator(resolved.num_pages, config.block_size, config.enable_prefix_caching), pool)
 
 

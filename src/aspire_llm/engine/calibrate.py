@@ -35,7 +35,9 @@ def prior_cost(shape: DecoderConfig, num_parameters: int, dtype: torch.dtype, de
     )
 
 
-def calibrate(runner: Runner, pool: KVPool, pages: PageAllocator, limits: Limits, free_tokens: Sequence[float] = (0.0,)) -> CostModel | None:
+def calibrate(
+    runner: Runner, pool: KVPool, pages: PageAllocator, limits: Limits, free_tokens: Sequence[float] = (0.0,)
+) -> CostModel | None:
     """Run a few dozen steps of draft and verify rows, of several batch sizes and lengths, and fit the three terms.
 
     Borrows free pages and slots of an idle engine and gives them back. None where the pool or the limits leave no room
@@ -70,7 +72,9 @@ def _cycle(
     runner: Runner, pool: KVPool, borrowed: Sequence[int], batch: int, length: int, room: int, drafts: Sequence[int]
 ) -> Iterator[StepLoad]:
     """Steps of one batch size and length: verify, then each number of drafts and their verification."""
-    places = torch.tensor(borrowed, device=runner.device)[:, None] * pool.page_size + torch.arange(pool.page_size, device=runner.device)
+    places = torch.tensor(borrowed, device=runner.device)[:, None] * pool.page_size + torch.arange(
+        pool.page_size, device=runner.device
+    )
     for tensor in (*pool.k, *pool.v):
         tensor[:, places.flatten()] = 0  # what lies there may be infinite or slow to compute with
     prompt = (0,) * (length - room + 1)

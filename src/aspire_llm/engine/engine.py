@@ -29,7 +29,9 @@ class Engine:
     planned; tokens are the same.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, late: bool = False, cost: CostModel | None = None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, late: bool = False, cost: CostModel | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.cost = cost  # the policy's cost model, to be read; None where it has none

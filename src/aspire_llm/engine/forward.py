@@ -26,12 +26,15 @@ class Described:
     kinds: tuple[RowKind, ...]  # [R], of the real rows only
     num_tokens: tuple[int, ...]  # [R], likewise
     scored_rows: tuple[int, ...]
+    num_scored_tokens: int
     # slots, kinds, prefill starts: int64 [R]; row offsets: int32 [R + 1]; row of token, place in row: int64 [T];
     # score weights: float32 [T]
     arrays: tuple[Array, ...]
 
 
-def describe(rows: Sequence[Row], weights: Sequence[list[float]], pad_rows: int, pad_tokens: int, scratch_slot: int) -> Described:
+def describe(
+    rows: Sequence[Row], weights: Sequence[list[float]], pad_rows: int, pad_tokens: int, scratch_slot: int
+) -> Described:
     """weights: score weight of each token of each row. pad_rows, pad_tokens: sizes to pad to, with rows of no tokens in the
     scratch slot and tokens that belong to the last of them."""
     counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
@@ -53,14 +56,25 @@ def describe(rows: Sequence[Row], weights: Sequence[list[float]], pad_rows: int,
     score[:total] = [w for row in weights for w in row]
     scored = tuple(i for i, row in enumerate(weights) if any(row))
     kinds_of_rows = tuple(row.kind for row in rows)
-    return Described(kinds_of_rows, tuple(counts.tolist()), scored, (slots, kinds, starts, offsets, row_of_token, within, score))
+    num_scored = int(np.count_nonzero(score))
+    return Described(
+        kinds_of_rows,
+        tuple(counts.tolist()),
+        scored,
+        num_scored,
+        (slots, kinds, starts, offsets, row_of_token, within, score),
+    )
 
 
-def gather(state: SlotState, contexts: ContextState, step: Described, arrays: Sequence[Tensor]) -> tuple[Tensor, AttentionBatch]:
+def gather(
+    state: SlotState, contexts: ContextState, step: Described, arrays: Sequence[Tensor]
+) -> tuple[Tensor, AttentionBatch]:
     """Token ids [T] and the attention batch, read from the slots on the device. arrays: those of `step`, there."""
     slots, kinds, prefill_starts, row_offsets, row_of_token, within, weights = arrays
     drafts = kinds == RowKind.DRAFT
-    starts = torch.where(kinds == RowKind.PREFILL, prefill_starts, state.computed[slots] + state.pending[slots] * drafts)
+    starts = torch.where(
+        kinds == RowKind.PREFILL, prefill_starts, state.computed[slots] + state.pending[slots] * drafts
+    )
     positions = starts[row_of_token] + within
     batch = AttentionBatch(
         kinds=step.kinds,
@@ -76,6 +90,7 @@ def gather(state: SlotState, contexts: ContextState, step: Described, arrays: Se
         tail_starts=contexts.tail_starts,
         score_weights=weights,
         scored_rows=step.scored_rows,
+        num_scored_tokens=step.num_scored_tokens,
     )
     return state.tokens[slots[row_of_token], positions], batch
 
@@ -118,5 +133,7 @@ class EagerForward:
         """Hidden states [T, hidden] after the final norm, and the attention plan with its scores."""
         token_ids, batch = gather(self._state, self._contexts, step, arrays)
         attention: AttentionPlan = self._backend.plan(batch)
-        hidden = self._decoder(token_ids, batch.positions, lambda layer, q, k, v: self._backend.run(attention, layer, q, k, v))
+        hidden = self._decoder(
+            token_ids, batch.positions, lambda layer, q, k, v: self._backend.run(attention, layer, q, k, v)
+        )
         return hidden, attention

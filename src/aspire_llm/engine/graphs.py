@@ -50,7 +50,14 @@ class GraphForward:
     """
 
     def __init__(
-        self, decoder: Decoder, backend: Backend[Any], state: SlotState, contexts: ContextState, sizes: Sequence[int], *, scored: bool
+        self,
+        decoder: Decoder,
+        backend: Backend[Any],
+        state: SlotState,
+        contexts: ContextState,
+        sizes: Sequence[int],
+        *,
+        scored: bool,
     ) -> None:
         self._eager = EagerForward(decoder, backend, state, contexts)
         self._sizes = list(sizes)
@@ -78,7 +85,13 @@ class GraphForward:
     def _capture(self, size: int, pool: tuple[int, int]) -> Captured:
         device = self._eager.device
         rows = [Row(self._scratch, 0, RowKind.VERIFY, min(size, 2))]
-        described = describe(rows, [[1.0] * rows[0].num_tokens if self._scored else [0.0] * rows[0].num_tokens], self.pad_rows, size, self._scratch)
+        described = describe(
+            rows,
+            [[1.0] * rows[0].num_tokens if self._scored else [0.0] * rows[0].num_tokens],
+            self.pad_rows,
+            size,
+            self._scratch,
+        )
         arrays = [torch.from_numpy(array).to(device) for array in described.arrays]
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))

@@ -13,7 +13,9 @@ from aspire_llm.request import Request, SamplingParams
 from aspire_llm.sampling.bad_words import bad_words_token_ids
 from aspire_llm.sampling.detokenize import TokenBytes
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …} as in vLLM
+Prompt = (
+    str | Sequence[int] | Mapping[str, Any]
+)  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …} as in vLLM
 Message = Mapping[str, Any]  # {"role": …, "content": …}
 
 
@@ -78,7 +80,10 @@ class InputProcessor:
             raise UserError("prompt is empty; at least 1 token is needed", "prompt")
         for token in token_ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
-                raise UserError(f"prompt token {token!r} is not in the vocabulary; ids from 0 to {self._vocab_size - 1} are", "prompt")
+                raise UserError(
+                    f"prompt token {token!r} is not in the vocabulary; ids from 0 to {self._vocab_size - 1} are",
+                    "prompt",
+                )
         return token_ids
 
     def chat_token_ids(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
@@ -90,7 +95,9 @@ class InputProcessor:
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
                 raise UserError(f"message {message!r} must be a mapping with 'role' and 'content'", "messages")
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **template_options)
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **template_options
+        )
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -55,7 +55,9 @@ class Launched:
         self._prompts = prompts
         self._num_layers = num_layers
         self._clock = clock
-        wanted = [row_reads] if sampled is None else [row_reads, sampled.tokens, sampled.num_emitted, sampled.confidence]
+        wanted = (
+            [row_reads] if sampled is None else [row_reads, sampled.tokens, sampled.num_emitted, sampled.confidence]
+        )
         self._fetched = [fetch(tensor) for tensor in wanted]
         clock.stop()
 

@@ -89,7 +89,9 @@ class LLM:
         prompts = [self.inputs.chat_token_ids(c, **(chat_template_kwargs or {})) for c in conversations]
         return self.generate(prompts, sampling_params, on_step=on_step)
 
-    def run(self, groups: Sequence[list[Request]], prompts: Sequence[str | None], on_step: OnStep | None) -> list[RequestOutput]:
+    def run(
+        self, groups: Sequence[list[Request]], prompts: Sequence[str | None], on_step: OnStep | None
+    ) -> list[RequestOutput]:
         """Drive the engine until every request of every group (the continuations of one prompt) is done."""
         requests = [request for group in groups for request in group]
         self.engine.validate(requests)

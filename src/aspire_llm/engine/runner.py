@@ -35,7 +35,13 @@ class Runner:
     """selector: None where nothing is drafted."""
 
     def __init__(
-        self, decoder: Decoder, forward: Forward, sampler: Sampler, selector: Selector | None, contexts: ContextState, state: SlotState
+        self,
+        decoder: Decoder,
+        forward: Forward,
+        sampler: Sampler,
+        selector: Selector | None,
+        contexts: ContextState,
+        state: SlotState,
     ) -> None:
         self.decoder = decoder
         self.sampler = sampler
@@ -113,7 +119,9 @@ class Runner:
         state, slots = self.state, there.token_slots
         # a token's position follows from its slot's counters: the newest committed token stands at `computed`
         first = torch.where(there.token_kinds == RowKind.DRAFT, state.pending[slots], 0)
-        positions = torch.where(there.token_kinds == RowKind.PREFILL, there.token_places, state.computed[slots] + first + there.token_places)
+        positions = torch.where(
+            there.token_kinds == RowKind.PREFILL, there.token_places, state.computed[slots] + first + there.token_places
+        )
         return self.sampler.run(
             SampleBatch(
                 kinds=tuple(row.kind for row in sampling),
@@ -149,11 +157,15 @@ class Runner:
             slots = there.renewed_slots
             ended = [row.kind is RowKind.PREFILL for row in tail.renewed]
             lengths = self.state.computed[slots]
-            self.selector.renew(self.contexts, slots, lengths, lambda layers: attention.scores_of(layers, there.renewed_rows), ended)
+            self.selector.renew(
+                self.contexts, slots, lengths, lambda layers: attention.scores_of(layers, there.renewed_rows), ended
+            )
         if tail.refreshed:
             slots = there.refreshed_slots
             lengths = self.state.computed[slots]
-            self.selector.refresh(self.contexts, slots, lengths, lambda layers: attention.scores_of(layers, there.refreshed_rows))
+            self.selector.refresh(
+                self.contexts, slots, lengths, lambda layers: attention.scores_of(layers, there.refreshed_rows)
+            )
 
     def _score_prompts(self, rows: Sequence[Row], hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of prompt tokens, for the rows that ask; logits of a few tokens at a time."""
@@ -162,7 +174,9 @@ class Runner:
         for i, row in enumerate(rows):
             top = self._prompt_logprobs[row.slot]
             if row.kind is RowKind.PREFILL and top is not None:
-                n = max(0, min(row.num_tokens, self._prompt_ends[row.slot] - 1 - row.start))  # each scores the token after it
+                n = max(
+                    0, min(row.num_tokens, self._prompt_ends[row.slot] - 1 - row.start)
+                )  # each scores the token after it
                 following = self.state.tokens[row.slot, row.start + 1 : row.start + 1 + n]
                 parts = scored[i] = []
                 for low in range(0, n, PROMPT_LOGPROB_TOKENS):

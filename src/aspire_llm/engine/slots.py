@@ -13,13 +13,17 @@ class SlotState:
     writes that go nowhere; page_table: int32 [S + 1, max pages].
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, max_drafts: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_model_len: int, max_drafts: int, page_size: int, device: torch.device
+    ) -> None:
         rows = num_slots + 1
         self.num_slots = num_slots
         self.computed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.pending = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(rows, max_model_len + max_drafts + 2, dtype=torch.int64, device=device)
-        self.page_table = torch.zeros(rows, -(-(max_model_len + max_drafts + 1) // page_size), dtype=torch.int32, device=device)
+        self.page_table = torch.zeros(
+            rows, -(-(max_model_len + max_drafts + 1) // page_size), dtype=torch.int32, device=device
+        )
 
     @property
     def nowhere(self) -> int:

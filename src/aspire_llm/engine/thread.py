@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from aspire_llm.engine.engine import Engine
+from aspire_llm.engine.engine import Engine, Step
 from aspire_llm.errors import UserError
 from aspire_llm.request import Request
 
@@ -33,8 +33,10 @@ class _Call:
 class EngineThread:
     """Steps the engine while there is work and sleeps while there is none. Only its thread touches engine and requests."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, on_step: Callable[[Step], None] | None = None) -> None:
+        """on_step: called on the engine's thread after every step; must be quick and must not raise."""
         self._engine = engine
+        self._on_step = on_step
         self._commands: queue.SimpleQueue[_Add | _Abort | _Call | None] = queue.SimpleQueue()
         self._listeners: dict[int, tuple[Request, Listener]] = {}
         self._lock = threading.Lock()  # guards _closed against a command that comes as the thread ends
@@ -79,8 +81,11 @@ class EngineThread:
         try:
             while self._obey(wait=not self._engine.has_work):
                 if self._engine.has_work:
-                    for progress in self._engine.step().progress:
+                    step = self._engine.step()
+                    for progress in step.progress:
                         self._tell(progress.request)
+                    if self._on_step is not None:
+                        self._on_step(step)
         except BaseException as error:  # a bug or a dead device: nobody must wait for ever
             self.failure = error
         with self._lock:

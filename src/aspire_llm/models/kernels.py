@@ -25,7 +25,9 @@ def _add_norm_kernel(
     inside = i < n
     value = tl.load(x + row * n + i, mask=inside, other=0.0)
     if HAS_DELTA:
-        value = (value.to(tl.float32) + tl.load(delta + row * n + i, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+        value = (value.to(tl.float32) + tl.load(delta + row * n + i, mask=inside, other=0.0).to(tl.float32)).to(
+            value.dtype
+        )
         tl.store(x + row * n + i, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / n + eps)
@@ -62,7 +64,9 @@ def _norm_rope_kernel(
         a, b = first.to(tl.float32), second.to(tl.float32)
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
         is_q = (head < num_q)[:, None]
-        low = tl.where(is_q, tl.load(q_norm + i, mask=lane, other=0.0)[None, :], tl.load(k_norm + i, mask=lane, other=0.0)[None, :])
+        low = tl.where(
+            is_q, tl.load(q_norm + i, mask=lane, other=0.0)[None, :], tl.load(k_norm + i, mask=lane, other=0.0)[None, :]
+        )
         high = tl.where(
             is_q,
             tl.load(q_norm + D // 2 + i, mask=lane, other=0.0)[None, :],

@@ -37,7 +37,9 @@ REQUEST_KEEP = 0.99  # of a request's counts in a bin, each draft in that bin: i
 TREND_WEIGHT = 2.0  # expected rejections that a request's trend starts from
 TREND_KEEP = 0.95  # of the trend, each draft: it remembers about 20
 LIKELIHOOD_WEIGHT = 20.0  # drafts that the batch's distribution of bins is worth to a request
-TEMPER = 0.5  # power of a likelihood ratio: neighbouring confidences go together, so each is worth less than one witness
+TEMPER = (
+    0.5  # power of a likelihood ratio: neighbouring confidences go together, so each is worth less than one witness
+)
 
 
 def bin_of(confidence: float) -> int:

@@ -100,7 +100,9 @@ class Confidence(PerRequestPolicy):
             if gain > 0.0 or survival <= hurdle:
                 return gain
             survival *= two / one
-        return gain + sum(c * (survival * x - hurdle) for c, x in zip(chances, after, strict=True) if survival * x > hurdle)
+        return gain + sum(
+            c * (survival * x - hurdle) for c, x in zip(chances, after, strict=True) if survival * x > hurdle
+        )
 
     def _price(self, key: int, plain: float) -> float:
         batch, own = self._batch_rate, self._rates.get(key)

@@ -23,7 +23,9 @@ Vector = tuple[float, float, float]
 FORGETTING = 0.99  # weight of a step falls to 1/e in 100 steps
 LARGEST = 10.0  # relative features beyond that are weighed down: one odd step must not outweigh the rest
 PULL = 0.01  # of one observation: holds directions that recent steps say nothing about
-SPEED_STEPS = 5  # the median ratio of so many steps follows a machine that changes speed, in three, and ignores two outliers
+SPEED_STEPS = (
+    5  # the median ratio of so many steps follows a machine that changes speed, in three, and ignores two outliers
+)
 CLIP = 0.25  # an observation is trusted up to this relative distance from its prediction
 TINY = 1e-12  # least pivot: rounding may leave 0 of a nearly singular direction
 RESIDUALS = 200  # steps in the residual statistics
@@ -39,7 +41,9 @@ class ReadModel:
 
     def __post_init__(self) -> None:
         if self.budget < 0 or self.num_layers < 1 or not 0 <= self.num_refresh_layers <= self.num_layers:
-            raise UserError(f"read model {self}: allowed are budget >= 0 and 0 <= num_refresh_layers <= num_layers, >= 1")
+            raise UserError(
+                f"read model {self}: allowed are budget >= 0 and 0 <= num_refresh_layers <= num_layers, >= 1"
+            )
 
     def draft(self, length: int, tail: int) -> float:
         """A DRAFT row at `length` tokens, `tail` of them since the last verified one: budget · (L-R)/L + length · R/L,

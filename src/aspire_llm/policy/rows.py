@@ -28,7 +28,9 @@ class RowCosts:
     def of_step(cls, cost: CostModel, reads: ReadModel, num_requests: int, prefill: StepLoad) -> RowCosts:
         tokens = prefill.tokens + 2.0 * num_requests
         charged = max(0.0, 1.0 - cost.free_tokens / tokens) if tokens else 1.0
-        return cls(cost.fixed / max(1, num_requests + (prefill.tokens > 0)), cost.per_token * charged, cost.per_kv, reads)
+        return cls(
+            cost.fixed / max(1, num_requests + (prefill.tokens > 0)), cost.per_token * charged, cost.per_kv, reads
+        )
 
     def draft(self, length: int, pending: int) -> float:
         """One more draft: its DRAFT row now and its token in the verification to come."""

@@ -148,7 +148,9 @@ class Simulation:
                 key = next(keys)
                 source, offset = order[key % len(order)], offsets[key % len(order)]
                 came = arrival if replay.arrival_rate else clock
-                waiting.append(_Request(key, source, offset, came, self._trace.draft_at(source, offset), random.Random(key)))
+                waiting.append(
+                    _Request(key, source, offset, came, self._trace.draft_at(source, offset), random.Random(key))
+                )
                 if replay.arrival_rate:
                     arrival += rng.expovariate(replay.arrival_rate)
             while waiting and len(self._running) < replay.batch_size:
@@ -340,7 +342,9 @@ def read_cost(path: str) -> SimulatedCost:
     own = {f.name for f in fields(SimulatedCost)} - {"reads"}
     reads = {f.name for f in fields(ReadModel)}
     if not isinstance(given, dict) or given.keys() - own - reads:
-        raise UserError(f"cost {path}: an object with keys of {sorted(own | reads)} is needed, it has {list(given)}", "cost")
+        raise UserError(
+            f"cost {path}: an object with keys of {sorted(own | reads)} is needed, it has {list(given)}", "cost"
+        )
     for key, value in given.items():
         whole = key == "context_length" or key in reads
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or value < 0:

@@ -72,7 +72,9 @@ def read_traces(path: str | Traversable, name: str | None = None) -> dict[str, T
         requests, starts, positions = (int(n) for n in arrays["shape"])
         first, stride = int(arrays["first_start"]), int(arrays["stride"])
     except (KeyError, ValueError) as error:
-        raise UserError(f"trace {path}: `shape` of three numbers, `first_start` and `stride` are needed", "trace") from error
+        raise UserError(
+            f"trace {path}: `shape` of three numbers, `first_start` and `stride` are needed", "trace"
+        ) from error
     if min(requests, starts, positions, stride) < 1:
         raise UserError(f"trace {path}: empty, shape {(requests, starts, positions)}, stride {stride}", "trace")
     methods = sorted(key.removesuffix("/accepted") for key in arrays if key.endswith("/accepted"))

@@ -73,7 +73,9 @@ class RowResult:
     num_accepted: int = 0  # VERIFY: drafts accepted; always len(token_ids) - 1
     confidence: float = 0.0  # DRAFT: top-1 probability of the distribution the draft was taken from
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, where asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # PREFILL, where asked for: of the chunk's tokens given those before
+    prompt_logprobs: tuple[
+        TokenLogprobs, ...
+    ] = ()  # PREFILL, where asked for: of the chunk's tokens given those before
     error: str | None = None  # this request failed (say, its logits processor raised); the others did not
 
 

@@ -50,7 +50,9 @@ class Progress:
 
 
 class Scheduler:
-    def __init__(self, limits: Limits, pages: PageAllocator, policy: Policy, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limits: Limits, pages: PageAllocator, policy: Policy, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.limits = limits
         self.pages = pages
         self.policy = policy
@@ -206,9 +208,13 @@ class Scheduler:
                 break
             tokens = request.token_ids
             # the last tokens are computed in any case: they are scored and sampled
-            reusable = 0 if request.params.prompt_logprobs is not None else len(tokens) - max(1, self.limits.min_last_chunk)
+            reusable = (
+                0 if request.params.prompt_logprobs is not None else len(tokens) - max(1, self.limits.min_last_chunk)
+            )
             cached = self.pages.match_prefix(tokens, max_tokens=max(0, reusable))
-            self.pages.open(request.key, tokens, cached, expected_tokens=len(tokens) + min(request.params.max_tokens, 512))
+            self.pages.open(
+                request.key, tokens, cached, expected_tokens=len(tokens) + min(request.params.max_tokens, 512)
+            )
             # a page to grow for each running request, or the newcomer would be preempted at once
             fits = self.pages.reserve(request.key, len(tokens)) is not None
             if not fits or (self.running and self.pages.num_free < len(self.running)):
@@ -381,7 +387,9 @@ class Scheduler:
         """Raise AssertionError if counters, slots and pages contradict each other. Cheap enough to run when idle."""
         self.pages.check()
         for slot, tenant in enumerate(self._tenants):
-            assert tenant is None or (tenant.slot == slot and tenant in self.running), f"slot {slot} and its tenant disagree"
+            assert tenant is None or (tenant.slot == slot and tenant in self.running), (
+                f"slot {slot} and its tenant disagree"
+            )
         for request in self.running:
             where = f"request {request.request_id}"
             assert request.slot is not None and self._tenants[request.slot] is request, f"{where} runs without a slot"
@@ -390,4 +398,6 @@ class Scheduler:
             assert request.num_pending >= 0 and request.num_lookahead >= 0, f"{where} has a negative counter"
         if not self.has_work:
             assert not self._leaving, "pages held by requests that left"
-            assert self.pages.num_free == self.pages.num_pages, f"{self.pages.num_pages - self.pages.num_free} pages leaked"
+            assert self.pages.num_free == self.pages.num_pages, (
+                f"{self.pages.num_pages - self.pages.num_free} pages leaked"
+            )

@@ -18,7 +18,9 @@ from aspire_llm.attention.triton.work import PIECE_FIELDS
 
 
 @triton.jit
-def _places(start, base, list_len, high, set_row, table_row, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, LISTED: tl.constexpr):
+def _places(
+    start, base, list_len, high, set_row, table_row, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, LISTED: tl.constexpr
+):
     """Cache places of the keys at indices start.., int64 [BLOCK_N]. Those past the end repeat the last one, so that nothing
     unwritten is read."""
     i = tl.minimum(start + tl.arange(0, BLOCK_N), high - 1)
@@ -29,7 +31,18 @@ def _places(start, base, list_len, high, set_row, table_row, PAGE: tl.constexpr,
 
 
 @triton.jit
-def _whole_block(cache, first, table_row, offsets, stride, dtype: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _whole_block(
+    cache,
+    first,
+    table_row,
+    offsets,
+    stride,
+    dtype: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Keys or values at positions first..first + BLOCK_N - 1, all written, of a row that has no list: in one page where a
     page holds a block, since rows start at a multiple of BLOCK_N. offsets: those of the block's elements."""
     if BLOCK_N <= PAGE:
@@ -119,7 +132,9 @@ def _write_rows(
 
 
 @triton.jit
-def _load_queries(q, r, token0, count, head0, stride_t, stride_h, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+def _load_queries(
+    q, r, token0, count, head0, stride_t, stride_h, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
+):
     d = tl.arange(0, D_PAD)
     at = (token0 + r // GROUP).to(tl.int64)[:, None] * stride_t + (head0 + r % GROUP)[:, None] * stride_h + d[None, :]
     return tl.load(q + at, mask=(r < count * GROUP)[:, None] & (d[None, :] < D), other=0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +102,7 @@ class TritonBackend:
     num_heads: query heads. scale: of the logits, 1/sqrt(D) for most models. windows: sliding window of each layer or None.
     refresh_layers: where sparse rows read everything and are scored. score_layers: where dense rows are scored.
     max_tokens, max_rows: of a step. max_len: longest request, in tokens. max_scored_tokens: tokens with score weight in a
-    step, 2 a row if not given; a prefill row counts whole in the check of `plan`. key_scale, value_scale: of an fp8 (e4m3)
+    step, 2 a row if not given. key_scale, value_scale: of an fp8 (e4m3)
     cache. deterministic: every tile computed by the same instructions and split at fixed positions, so that a token's result
     has the same bits whatever shares its row or its step. `plan` writes buffers that `run` reads: one step at a time.
     """
@@ -199,12 +198,10 @@ class TritonBackend:
             raise UserError(
                 f"a step of {num_tokens} tokens in {num_rows} rows: this backend was made for {self.max_tokens} in {self.max_rows}"
             )
-        weighted = sum(
-            batch.num_tokens[row] if batch.kinds[row] == RowKind.PREFILL else min(2, batch.num_tokens[row])
-            for row in batch.scored_rows
-        )
-        if self.score_index and weighted > self.max_entries:
-            raise UserError(f"{weighted} scored tokens in a step, at most {self.max_entries}", "max_scored_tokens")
+        if self.score_index and batch.num_scored_tokens > self.max_entries:
+            raise UserError(
+                f"{batch.num_scored_tokens} scored tokens in a step, at most {self.max_entries}", "max_scored_tokens"
+            )
         block_r = triton.next_power_of_2(max(16, self.max_rows))
         token_kernel[(1,)](
             batch.row_offsets, batch.slots, batch.positions, batch.score_weights, batch.page_table,
@@ -265,7 +262,7 @@ class TritonBackend:
             KV_HEADS=self.kv_heads, GROUP=self.group, D=self.head_dim, D_PAD=triton.next_power_of_2(self.head_dim),
             PAGE=self.pool.page_size, BLOCK_N=self.tuning.block_n, WINDOW=self.windows[layer], SCORED=scored, ROWS=self.rows,
             MIN_ROWS=TILE_ROWS if self.deterministic else 16,
-            NARROW_DEPTH=self.tuning.narrow_depth, WIDE_DEPTH=1 if scored else self.tuning.wide_depth, num_warps=self.tuning.warps,
+            NARROW_DEPTH=self.tuning.narrow_depth + scored, WIDE_DEPTH=1 if scored else self.tuning.wide_depth, num_warps=self.tuning.warps,
         )  # fmt: skip
 
     def _combine(self, batch: AttentionBatch, layer: int, out: Tensor) -> None:

@@ -62,7 +62,9 @@ def combine_kernel(
         maxima = tl.load(part_max + part, mask=mask, other=float("-inf"))
         sums = tl.load(part_sum + part, mask=mask, other=0.0)
         accs = tl.load(
-            part_acc + part[:, :, None] * D + d[None, None, :], mask=mask[:, :, None] & (d < D)[None, None, :], other=0.0
+            part_acc + part[:, :, None] * D + d[None, None, :],
+            mask=mask[:, :, None] & (d < D)[None, None, :],
+            other=0.0,
         )
         m_new = tl.maximum(m, tl.max(maxima, 0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -124,11 +126,13 @@ def scores_kernel(
                     other=float("-inf"),
                 )
                 sums = tl.load(lse + token * NUM_HEADS + head, mask=real, other=0.0)
+                # Masked by whole blocks, so that loads stay 16 bytes wide.
                 p = tl.load(
                     score_p + line[:, None, None] * score_len + n[None, :, :],
-                    mask=real[:, None, None] & seen[None, :, :],
+                    mask=real[:, None, None] & some[None, :, None],
                     other=0.0,
                 )
+                p = tl.where(seen[None, :, :], p.to(tl.float32), 0.0)
                 factor = tl.exp2(maxima - sums[:, None]) * weight
-                total += tl.sum(p.to(tl.float32) * factor[:, :, None], 0)
+                total += tl.sum(p * factor[:, :, None], 0)
     tl.store(scores + row.to(tl.int64) * max_len + n, total, mask=n < max_len)

@@ -17,23 +17,18 @@ MAX_CANDIDATES = 65536
 @triton.jit
 def _take(scores, position, valid, want, length, n_sinks, n_recent):
     """Which of the ascending positions are among the `want` best; of equals the first. The key of the last one taken is
-    found two bits at a time: keys stay in registers, a step is three comparisons and one sum of three packed counts."""
+    found bit by bit: keys stay in registers, a step is one comparison and one sum."""
     bits = tl.load(scores + position, mask=valid, other=0.0).to(tl.uint32, bitcast=True)
     key = tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)  # sorts as the floats do
     forced = (position < n_sinks) | (position >= length - n_recent)
     key = tl.where(forced, 0xFFFFFFFF, key).to(tl.uint32)
     last = tl.zeros([], tl.uint32)
-    one = last + 0x40000000
-    for _ in range(16):
-        low, middle, high = last | one, last | (one << 1), last | (one << 1) | one
-        count = (valid & (key >= low)).to(tl.int64)
-        count += (valid & (key >= middle)).to(tl.int64) << 21
-        count += (valid & (key >= high)).to(tl.int64) << 42
-        counts = tl.sum(count, 0)
-        last = tl.where((counts & 0x1FFFFF) >= want, low, last)
-        last = tl.where(((counts >> 21) & 0x1FFFFF) >= want, middle, last)
-        last = tl.where((counts >> 42) >= want, high, last)
-        one = one >> 2
+    bit = last + 0x80000000
+    for _ in range(32):
+        trial = last | bit
+        enough = tl.sum((valid & (key >= trial)).to(tl.int32), 0) >= want
+        last = tl.where(enough, trial, last)
+        bit = bit >> 1
     above = valid & (key > last)
     equal = (valid & (key == last)).to(tl.int32)
     rank = tl.cumsum(equal, 0) - equal
@@ -101,7 +96,7 @@ def _merge_chunks_kernel(
     tl.store(counts + row, want)
 
 
-CHUNK = 4096  # least positions of one program; at most 16 programs a row, so that their winners fit in one
+CHUNK = 8192  # least positions of one program; at most 16 programs a row, so that their winners fit in one
 
 
 def top_k(
@@ -131,7 +126,18 @@ def top_k(
     warps = min(16, max(4, block // 512))
     if chunks == 1:
         _chunk_kernel[(num_rows, 1)](
-            scores, lengths, out, counts, scores.stride(0), out.stride(0), k, k, n_sinks, n_recent, BLOCK=block, num_warps=warps
+            scores,
+            lengths,
+            out,
+            counts,
+            scores.stride(0),
+            out.stride(0),
+            k,
+            k,
+            n_sinks,
+            n_recent,
+            BLOCK=block,
+            num_warps=warps,
         )
         return
     width = min(k, block)
