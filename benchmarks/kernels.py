@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/kernels.py --out DIR [--commit HASH] [--versions a,b|all]
 
-The first version named is measured whole, the others in two cells. Shape: 32 query heads, 8 KV heads, D 128, bf16, pages of 64. Bandwidth counts K and V bytes alone, each read once. Times are
-medians of graph replays that go through every layer of a cache far larger than L2. Writes DIR/kernels.json; the table is last.
+The first version named is measured whole, the others in two cells. Shape: 32 query heads, 8 KV heads, D 128, bf16, pages
+of 64. Bandwidth counts K and V bytes alone, each read once. Times are medians of graph replays that go through every layer
+of a cache far larger than L2. Writes DIR/kernels.json as it goes; the table is last.
 """
 
 from __future__ import annotations
@@ -264,6 +265,15 @@ def cells(
     return table
 
 
+def scored_cells(pool: KVPool, tuning: Tuning) -> dict[str, float]:
+    """TB/s of K and V of VERIFY rows whose first and last token are scored, normalised scores included."""
+    groups = {f"verify {n}": Rows(RowKind.VERIFY, 32, 16384, n) for n in (1, 8, 17)}
+    return {
+        name: group.bytes / attention_seconds(pool, [group], tuning, weighted=True) / 1e12
+        for name, group in groups.items()
+    }
+
+
 def mixes(pool: KVPool, tuning: Tuning, alone: dict[str, float]) -> dict[str, dict[str, float]]:
     """Time of mixed launches over the sum of each part's bytes over the bandwidth it reached alone, at 64×8192."""
     D, V = RowKind.DRAFT, RowKind.VERIFY
@@ -433,6 +443,7 @@ def main() -> None:
         if i == 0:
             attempt(("mixes",), lambda tuning=tuning, name=name: mixes(pool, tuning, report["TB_s"][name]["64x8192"]))
             attempt(("selection_us",), lambda tuning=tuning: selection(pool, tuning))
+            attempt(("scored_32x16384",), lambda tuning=tuning: scored_cells(pool, tuning))
             attempt(("deterministic_errors",), lambda tuning=tuning: check(pool, tuning, deterministic=True))
             attempt(("deterministic_same_bits",), lambda: same_bits(pool))
             attempt(("deterministic_TB_s",), lambda tuning=tuning: cells(pool, tuning, quick=True, deterministic=True))

@@ -271,7 +271,7 @@ def test_pairs_serve_the_layers_that_the_selector_lets_them_serve(refresh: tuple
     covered = [[float(10 * r + layer) for layer in range(LAYERS)] for r in range(LAYERS)]
     selector = RefreshedSelector(range(LAYERS), refresh, LAYERS, 2, 8, 0.5, torch.device("cpu"))
     served = [refresh[i] for i in selector._served_by.tolist()]
-    expected = [1.0 if r == layer else covered[r][layer] for layer, r in enumerate(served)]
+    expected = [covered[r][layer] for layer, r in enumerate(served)]
     assert recall_of(covered, range(LAYERS), refresh) == pytest.approx(sum(expected) / LAYERS)
 
 
@@ -505,5 +505,6 @@ def test_the_command_writes_a_profile_that_engines_find(
     assert main([*arguments, "--out", str(out)]) == 0  # this machine is timed
     assert read_profile(out).measured["cost"]["fixed"] > 0
     capsys.readouterr()
-    assert main([*arguments, "--budgets", "200"]) == 2
-    assert "budget 200" in capsys.readouterr().err
+    for option, words in (("200", "budget 200"), (",", "--budgets"), ("3", "at least 4")):
+        assert main([*arguments, "--budgets", option]) == 2
+        assert words in capsys.readouterr().err

@@ -15,15 +15,15 @@ SMALL = Tuning(block_n=16, programs=8, min_blocks=1)
 
 def backend(scene: Scene, **options) -> TritonBackend:
     batch = scene.batch
-    defaults = dict(
-        num_heads=scene.q.shape[1],
-        scale=scene.scale,
-        windows=[None] * len(scene.pool.k),
-        max_tokens=scene.q.shape[0] + 3,
-        max_rows=batch.slots.shape[0] + 2,
-        max_len=batch.page_table.shape[1] * scene.pool.page_size,
-        tuning=SMALL,
-    )
+    defaults = {
+        "num_heads": scene.q.shape[1],
+        "scale": scene.scale,
+        "windows": [None] * len(scene.pool.k),
+        "max_tokens": scene.q.shape[0] + 3,
+        "max_rows": batch.slots.shape[0] + 2,
+        "max_len": batch.page_table.shape[1] * scene.pool.page_size,
+        "tuning": SMALL,
+    }
     return TritonBackend(scene.pool, **{**defaults, **options})
 
 
@@ -69,10 +69,10 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize(("num_heads", "kv_heads"), [(2, 2), (6, 2), (8, 2), (7, 1), (16, 1)])
+@pytest.mark.parametrize(("num_heads", "kv_heads"), [(1, 1), (3, 1), (8, 2), (7, 1), (16, 1)])
 def test_every_kind_of_row_in_one_launch(num_heads, kv_heads):
     scene = make_scene(MIXED, num_heads=num_heads, kv_heads=kv_heads, dim=16, padding=2, device=DEVICE)
-    check(scene, backend(scene))
+    check(scene, backend(scene, tuning=Tuning(block_n=16 if kv_heads == 2 else 32, programs=6, min_blocks=1)))
 
 
 @pytest.mark.parametrize(("dim", "page_size", "block_n"), [(64, 32, 16), (96, 16, 32), (128, 64, 64), (256, 32, 32)])
@@ -88,7 +88,7 @@ def test_head_sizes_pages_and_blocks(dim, page_size, block_n):
 
 
 def test_windows_are_kept_by_every_kind_of_row():
-    scene = make_scene(MIXED, num_heads=4, kv_heads=2, dim=16, num_layers=2, device=DEVICE)
+    scene = make_scene(MIXED, num_heads=4, kv_heads=1, dim=16, num_layers=2, device=DEVICE)
     check(scene, backend(scene, windows=[8, 33]))
 
 
@@ -104,13 +104,15 @@ def weighted(spec: RowSpec) -> RowSpec:
 def test_scores_are_mean_probabilities():
     specs = [weighted(spec) if i not in (2, 10) else spec for i, spec in enumerate(MIXED)]
     prompt = RowSpec(PREFILL, 10, 25, weights=(0.0,) * 20 + (0.2,) * 5)  # the last queries of a prompt
-    scene = make_scene([*specs, prompt], num_heads=8, kv_heads=2, dim=16, num_layers=3, padding=1, device=DEVICE)
+    scene = make_scene(
+        [*specs[:9], *specs[10:14], prompt], num_heads=4, kv_heads=1, dim=16, num_layers=3, padding=1, device=DEVICE
+    )
     check(scene, backend(scene, refresh_layers=[1], score_layers=[0, 1], max_scored_tokens=150))
 
 
-def test_scores_of_rows_of_65_to_80_packed_rows_and_of_windows():
+def test_scores_of_wide_tiles_and_of_windows():
     specs = [weighted(RowSpec(VERIFY, 60, 17)), weighted(RowSpec(VERIFY, 3, 20)), weighted(RowSpec(VERIFY, 31, 18))]
-    scene = make_scene(specs, num_heads=8, kv_heads=2, dim=16, num_layers=2, device=DEVICE)
+    scene = make_scene(specs, num_heads=4, kv_heads=1, dim=16, num_layers=2, device=DEVICE)
     check(scene, backend(scene, windows=[None, 24], score_layers=[0, 1]))
 
 
@@ -127,16 +129,16 @@ def test_a_shorter_step_leaves_nothing_of_the_longer_one():
 
 def test_buffers_serve_any_step_within_their_bounds():
     scenes = [
-        make_scene(MIXED[a:b], num_heads=8, kv_heads=2, dim=16, padding=pad, seed=a, device=DEVICE)
+        make_scene(MIXED[a:b], num_heads=4, kv_heads=1, dim=16, padding=pad, seed=a, device=DEVICE)
         for a, b, pad in ((3, 9, 0), (0, 3, 4), (9, 13, 1), (14, 16, 0), (13, 14, 2))
     ]
-    made = backend(make_scene(MIXED, num_heads=8, kv_heads=2, dim=16, device=DEVICE), max_len=112)
+    made = backend(make_scene(MIXED, num_heads=4, kv_heads=1, dim=16, device=DEVICE), max_len=112)
     for scene in scenes:
         made.pool = scene.pool
         check(scene, made)
 
 
-@pytest.mark.parametrize("programs", [2, 16, 400])
+@pytest.mark.parametrize("programs", [2, 100])
 def test_any_number_of_pieces(programs):
     specs = [
         RowSpec(VERIFY, 200, 1),
@@ -151,7 +153,7 @@ def test_any_number_of_pieces(programs):
 def test_deterministic_bits_do_not_depend_on_the_batch():
     """A token alone, in a verification, and beside other rows: the same bits."""
     lone = make_scene([RowSpec(VERIFY, 1500, 5)], num_heads=4, kv_heads=1, dim=16, page_size=64, device=DEVICE)
-    options = dict(max_tokens=64, max_rows=8, max_len=1600, tuning=Tuning(block_n=64, programs=8))
+    options = {"max_tokens": 64, "max_rows": 8, "max_len": 1600, "tuning": Tuning(block_n=64, programs=8)}
     made = backend(lone, deterministic=True, **options)
     whole = made.run(made.plan(lone.batch), 0, lone.q, lone.k, lone.v)
     made.store(0, lone.k, lone.v)
@@ -166,19 +168,19 @@ def test_deterministic_bits_do_not_depend_on_the_batch():
             assert torch.equal(out[0], whole[j])
         torch.testing.assert_close(out[0], whole[j], rtol=1e-6, atol=1e-6)
     check(lone, backend(lone, deterministic=True, **options))
-    mixed = make_scene(MIXED, num_heads=8, kv_heads=2, dim=16, device=DEVICE)
+    mixed = make_scene(MIXED[8:14], num_heads=4, kv_heads=1, dim=16, device=DEVICE)
     check(mixed, backend(mixed, deterministic=True))
 
 
 def test_half_precision_caches():
     # The interpreter multiplies bfloat16 as integers: there only on the device.
     for dtype in (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float16,):
-        scene = make_scene(MIXED[3:12], num_heads=8, kv_heads=2, dim=16, dtype=dtype, device=DEVICE)
+        scene = make_scene(MIXED[3:12], num_heads=4, kv_heads=1, dim=16, dtype=dtype, device=DEVICE)
         check(scene, backend(scene), tolerance=2e-2)
 
 
 def test_fp8_cache_with_scales():
-    scene = make_scene(MIXED[3:12], num_heads=8, kv_heads=2, dim=16, dtype=torch.float8_e4m3fn, device=DEVICE)
+    scene = make_scene(MIXED[3:12], num_heads=4, kv_heads=1, dim=16, dtype=torch.float8_e4m3fn, device=DEVICE)
     check(scene, backend(scene, key_scale=0.5, value_scale=2.0), tolerance=1e-4)
 
 
@@ -203,9 +205,9 @@ def test_refusals():
     scene = make_scene(MIXED[:3], num_heads=4, kv_heads=2, dim=16, device=DEVICE)
     with pytest.raises(UserError, match="group"):
         backend(scene, num_heads=5)
+    narrow = backend(scene, max_rows=2)
     with pytest.raises(UserError, match="3 rows"):
-        made = backend(scene, max_rows=2)
-        made.plan(scene.batch)
+        narrow.plan(scene.batch)
     many = make_scene([RowSpec(PREFILL, 0, 9, weights=(1.0,) * 9)], num_heads=2, kv_heads=1, dim=16, device=DEVICE)
     with pytest.raises(UserError, match="9 scored tokens"):
         backend(many, score_layers=[0], max_scored_tokens=8).plan(many.batch)

@@ -127,14 +127,15 @@ def _mask(probabilities: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
 
 
 def recall_of(covered: Sequence[Sequence[float]], layers: Sequence[int], refresh_layers: Sequence[int]) -> float:
-    """Mean over `layers` of the attention seen in draft rows: all of it in a refresh layer, elsewhere what `covered` (of one
-    split) says for the nearest refresh layer, the later one on a tie as in RefreshedSelector."""
+    """Mean over `layers` of the attention that falls on their sets: `covered` (of one split) for the nearest refresh layer,
+    the later one on a tie as in RefreshedSelector.
+
+    A refresh layer counts with its set too, although it reads everything: else the layer whose attention is most spread
+    (often the first), and which therefore gains most by being one, would look best while it serves the others badly.
+    """
     place = {layer: i for i, layer in enumerate(layers)}
-    total = 0.0
-    for j, layer in enumerate(layers):
-        nearest = min(refresh_layers, key=lambda r: (abs(r - layer), -r))
-        total += 1.0 if nearest == layer else covered[place[nearest]][j]
-    return total / len(layers)
+    nearest = [min(refresh_layers, key=lambda r: (abs(r - layer), -r)) for layer in layers]
+    return sum(covered[place[r]][j] for j, r in enumerate(nearest)) / len(layers)
 
 
 class ReuseTable:

@@ -37,7 +37,7 @@ class Effort:
 
     budgets: tuple[int, ...] | None = None
     shares: tuple[float, ...] = (0.25, 0.5, 0.75)
-    singles: int = 4  # layers that are drafted with, after the penultimate
+    singles: int = 5  # layers that are drafted with, after the penultimate
     pairs: int = 3
     pair_layers: int = 8  # pairs are of the best so many layers
     starts: int = 12  # of each request
@@ -112,15 +112,15 @@ class ProfileSearch:
     results: dict[Candidate, Measured] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
-        """All that results depend on."""
-        cost = None if self.cost is None else _coefficients(self.cost)
+        """All that what is measured depends on; not how many candidates are tried, nor costs."""
         text = hashlib.sha256(json.dumps([list(p) for p in self.prompts]).encode()).hexdigest()
         dtype = str(self.model.decoder.dtype)
+        choice = ("singles", "pairs", "pair_layers", "batch_size")
+        effort = {name: value for name, value in asdict(self.effort).items() if name not in choice}
         return {
             "fingerprint": self.model.fingerprint,
             "prompts": text,
-            "effort": asdict(self.effort),
-            "cost": cost,
+            "effort": effort,
             "dtype": dtype,
         }
 

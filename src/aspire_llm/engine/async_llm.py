@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from aspire_llm.config import EngineConfig
-from aspire_llm.engine.engine import Step
-from aspire_llm.engine.inputs import Message, Prompt
+from aspire_llm.engine.engine import Engine, Step
+from aspire_llm.engine.inputs import InputProcessor, Message, Prompt
 from aspire_llm.engine.llm import LLM
+from aspire_llm.engine.metrics import Metric
 from aspire_llm.engine.outputs import request_output
 from aspire_llm.engine.thread import EngineThread
 from aspire_llm.errors import UserError
 from aspire_llm.request import Request, RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt that was checked: its n continuations, ready to run."""
+
+    request_id: str
+    prompt: str | None
+    requests: list[Request]
+
+
+class _Mailbox:
+    """Holds the newest output only, so that a reader that stops reading costs no memory. For one event loop."""
+
+    def __init__(self) -> None:
+        self._output: RequestOutput | None = None
+        self._full = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        self._output = output
+        self._full.set()
+
+    async def get(self) -> RequestOutput:
+        await self._full.wait()
+        self._full.clear()
+        assert self._output is not None
+        return self._output
 
 
 class AsyncLLM:
@@ -30,7 +61,14 @@ class AsyncLLM:
         self, model: str = "smollm2-135m", *, on_step: Callable[[Step], None] | None = None, **options: Any
     ) -> None:
         self._llm = LLM(model, **options)
-        self._thread = EngineThread(self._llm.engine, on_step)
+        count = self._llm.metrics.on_step
+
+        def after_step(step: Step) -> None:
+            count(step)
+            if on_step is not None:
+                on_step(step)
+
+        self._thread = EngineThread(self._llm.engine, after_step)
         self._running: dict[str, list[Request]] = {}
 
     @property
@@ -42,42 +80,94 @@ class AsyncLLM:
         """False after `shutdown` or a fatal error of the engine."""
         return self._thread.alive
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine, if not `shutdown`."""
+        return self._thread.failure
+
+    @property
+    def engine(self) -> Engine:
+        """To be read, for metrics. Only its own thread may change it."""
+        return self._llm.engine
+
     def get_tokenizer(self) -> Any:
         return self._llm.get_tokenizer()
 
-    async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """Outputs of one prompt as they grow; the last has `finished` set. A slow reader skips to the newest.
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output."""
+        return self._llm.engine.scheduler.limits.max_model_len
 
-        Raises UserError for a bad prompt, bad parameters, a request_id in use, and after the engine has stopped.
+    @property
+    def inputs(self) -> InputProcessor:
+        return self._llm.inputs
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms as they are now, under vLLM's names."""
+        return self._llm.get_metrics()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. Raises UserError after the engine has stopped."""
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def reset() -> None:
+            self._llm.reset_prefix_cache()
+            loop.call_soon_threadsafe(done.set)
+
+        self._thread.call(reset)
+        await done.wait()
+
+    def prepare(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> Prepared:
+        """Tokenise and check a prompt, for `stream`. Starts nothing; may be called on any thread, one at a time.
+
+        Raises UserError for a bad prompt or bad parameters.
         """
         params = sampling_params if sampling_params is not None else SamplingParams()
         requests = self._llm.inputs.requests(prompt, params, request_id)
+        self._llm.engine.validate(requests)
         name = request_id if request_id is not None else requests[0].request_id.removesuffix("-0")
+        return Prepared(name, prompt if isinstance(prompt, str) else None, requests)
+
+    async def stream(self, prepared: Prepared, *, final_only: bool = False) -> AsyncGenerator[RequestOutput]:
+        """Run what `prepare` made, once. As `generate`; with final_only the last output alone."""
+        name, requests = prepared.request_id, prepared.requests
         if name in self._running:
             raise UserError(f"request_id {name!r} is in use", "request_id")
-        self._llm.engine.validate(requests)
-        text = prompt if isinstance(prompt, str) else None
-        newest: asyncio.Queue[RequestOutput] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+        mailbox = _Mailbox()
 
         def listen(request: Request) -> None:  # on the engine's thread: a snapshot, since the request moves on
-            loop.call_soon_threadsafe(newest.put_nowait, request_output(name, text, requests))
+            if final_only and not all(r.finished for r in requests):
+                return
+            output = request_output(name, prepared.prompt, requests)
+            with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody is left to read
+                loop.call_soon_threadsafe(mailbox.put, output)
 
         self._running[name] = requests
         try:
             self._thread.add(requests, listen)
             finished = False
             while not finished:
-                output = await newest.get()
-                while not newest.empty():
-                    output = newest.get_nowait()
+                output = await mailbox.get()
                 finished = output.finished
                 yield output
         finally:
             del self._running[name]
             self._thread.abort(requests)  # does nothing to finished ones
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """Outputs of one prompt as they grow; the last has `finished` set. A slow reader skips to the newest.
+
+        Raises UserError for a bad prompt, bad parameters, a request_id in use, and after the engine has stopped.
+        """
+        async with aclosing(self.stream(self.prepare(prompt, sampling_params, request_id))) as outputs:
+            async for output in outputs:
+                yield output
 
     async def chat(
         self,
@@ -85,11 +175,12 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """As `generate`, of a conversation."""
         prompt = self._llm.inputs.chat_token_ids(messages, **(chat_template_kwargs or {}))
-        async for output in self.generate(prompt, sampling_params, request_id):
-            yield output
+        async with aclosing(self.generate(prompt, sampling_params, request_id)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_id: str) -> None:
         """End a request; its reader gets what there is, with finish_reason 'abort'. Unknown ids are ignored."""

@@ -82,7 +82,7 @@ class GraphForward:
         captured.graph.replay()
         return captured.hidden, captured.attention
 
-    def _capture(self, size: int, pool: tuple[int, int]) -> Captured:
+    def _capture(self, size: int, pool: Any) -> Captured:
         device = self._eager.device
         rows = [Row(self._scratch, 0, RowKind.VERIFY, min(size, 2))]
         described = describe(
@@ -93,7 +93,7 @@ class GraphForward:
             self._scratch,
         )
         arrays = [torch.from_numpy(array).to(device) for array in described.arrays]
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # compiles kernels and takes library workspaces outside of the capture
             self._eager.run(described, arrays)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from jinja2 import TemplateError
+
 from aspire_llm.engine.text import StopAwareText
 from aspire_llm.errors import UserError
 from aspire_llm.request import Request, SamplingParams
@@ -95,14 +97,21 @@ class InputProcessor:
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
                 raise UserError(f"message {message!r} must be a mapping with 'role' and 'content'", "messages")
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **template_options
-        )
+        options = {"add_generation_prompt": True, **template_options}
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            # templates refuse conversations that they have no form for, and trip over odd ones
+            raise UserError(f"the chat template refuses these messages: {error}", "messages") from error
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer; give prompts as token ids", "prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError("prompt has half of a surrogate pair, which is no text", "prompt") from None
         token_ids = list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         if not token_ids:
             raise UserError("prompt is empty; at least 1 token is needed", "prompt")

@@ -19,9 +19,11 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._start = time.perf_counter()
+        self._seconds = 0.0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if device.type == "cuda":
-            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._events = (begin, end)
             self._events[0].record()
 
     def stop(self) -> None:
@@ -35,7 +37,7 @@ class StepClock:
         if self._events is None:
             return self._seconds
         self._events[1].synchronize()
-        return self._events[0].elapsed_time(self._events[1]) / 1e3
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
 class Launched:

@@ -9,6 +9,7 @@ from aspire_llm.config import EngineConfig, make_config
 from aspire_llm.engine.build import Cache, build_engine, load
 from aspire_llm.engine.engine import Engine, Step
 from aspire_llm.engine.inputs import InputProcessor, Message, Prompt
+from aspire_llm.engine.metrics import EngineMetrics, Metric
 from aspire_llm.engine.outputs import request_output
 from aspire_llm.errors import UserError
 from aspire_llm.models.load import LoadedModel
@@ -49,6 +50,9 @@ class LLM:
         built = build_engine(self.config, self.model, cache, cost=cost, policy=policy_object, truth=truth)
         self.engine: Engine = built.engine
         self.cache: Cache = built.cache  # to hand to another LLM of the same model while this one is idle
+        self.metrics = EngineMetrics(
+            self.engine.scheduler, self.engine.cost, prefix_caching=self.config.enable_prefix_caching
+        )
         self.inputs = InputProcessor(
             self.model.tokenizer, self.model.config.vocab_size, self.model.eos_token_ids, self.config.seed
         )
@@ -100,6 +104,7 @@ class LLM:
                 self.engine.add(request)
             while self.engine.has_work:
                 step = self.engine.step()
+                self.metrics.on_step(step)
                 if on_step is not None:
                     on_step(step)
         except BaseException:  # the user's interrupt, say: leave nothing behind
@@ -110,6 +115,10 @@ class LLM:
             request_output(group[0].request_id.removesuffix("-0"), prompt, group)
             for group, prompt in zip(groups, prompts, strict=True)
         ]
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms as they are now, under vLLM's names."""
+        return self.metrics.snapshot()
 
     def reset_prefix_cache(self) -> None:
         self.engine.scheduler.pages.reset_prefix_cache()

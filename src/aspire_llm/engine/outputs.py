@@ -15,7 +15,7 @@ def request_output(request_id: str, prompt: str | None, requests: Sequence[Reque
     return RequestOutput(
         request_id=request_id,
         prompt=prompt,
-        prompt_token_ids=list(first.prompt_token_ids),
+        prompt_token_ids=first.prompt_token_ids,  # never changes, and may be long
         outputs=[completion_output(i, request) for i, request in enumerate(requests)],
         finished=all(request.finished for request in requests),
         # nothing comes before the first token of a prompt

@@ -34,7 +34,7 @@ class Uploader:
         for array, place in zip(arrays, places, strict=True):
             view[place : place + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
         there = buffer[:size].to(self._device, non_blocking=True)
-        event = self._copied[self._turn] = torch.cuda.Event()
+        event = self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._turn = (self._turn + 1) % len(self._buffers)
         return [

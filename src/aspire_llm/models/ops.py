@@ -40,8 +40,8 @@ class TorchOps:
         self, qk: Tensor, num_q: int, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if q_norm is None or k_norm is None:  # queries and keys are neighbours: turn them together
-            q, k = apply_rope(qk, cos, sin).split((num_q, qk.shape[1] - num_q), dim=1)
-            return q, k
+            turned = apply_rope(qk, cos, sin)
+            return turned[:, :num_q], turned[:, num_q:]
         return (
             apply_rope(rms_norm(qk[:, :num_q], q_norm, eps), cos, sin),
             apply_rope(rms_norm(qk[:, num_q:], k_norm, eps), cos, sin),

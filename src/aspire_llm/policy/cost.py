@@ -110,6 +110,7 @@ class CostModel:
         self._ratios: deque[float] = deque(maxlen=SPEED_STEPS)
         self._speed = 1.0
         self._residuals: deque[float] = deque(maxlen=RESIDUALS)
+        self.last_prediction = 0.0  # seconds that were predicted for the step observed last; 0.0 before any
 
     @classmethod
     def fit(cls, samples: Sequence[StepLoad], free_tokens: Sequence[float] = (0.0,)) -> CostModel:
@@ -152,6 +153,7 @@ class CostModel:
         predicted = self.predict(load)
         if predicted <= 0.0:
             predicted = load.seconds  # nothing that this step has costs anything so far
+        self.last_prediction = predicted
         self._residuals.append(predicted / load.seconds - 1.0)
         base = predicted / self._speed
         target = min(max(load.seconds / predicted, 1.0 - CLIP), 1.0 + CLIP)  # at a speed of 1

@@ -7,6 +7,7 @@ the vocabulary, and its matcher checks tokens without consuming them and rolls b
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
@@ -33,6 +34,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
         self._compiled: dict[str, Any] = {}
+        self._lock = threading.Lock()  # requests are validated on other threads than the engine's
 
     @cached_property
     def _library(self) -> Any:
@@ -57,6 +59,10 @@ class Grammars:
 
     def matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
         """A matcher at the beginning of an output. Raises UserError saying what is wrong with the grammar."""
+        with self._lock:
+            return self._matcher(params)
+
+    def _matcher(self, params: StructuredOutputsParams) -> GrammarMatcher:
         kind, grammar = self._translate(params)
         start = self._compiled.get(grammar)
         if start is None:

@@ -47,6 +47,9 @@ class Progress:
     request: Request
     num_new_tokens: int
     finished: bool
+    num_drafted: int = 0  # of the verification that brought them
+    num_accepted: int = 0  # of these; drafts after a stop are not counted
+    seconds_since_last: float | None = None  # since the request's tokens before; None for its first
 
 
 class Scheduler:
@@ -59,6 +62,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest admission first
         self.num_preemptions = 0
+        self.num_finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._clock = clock
         self._tenants: list[Request | None] = [None] * limits.max_num_seqs
         self._epochs = [0] * limits.max_num_seqs
@@ -307,6 +311,7 @@ class Scheduler:
     def _commit(self, request: Request, row: Row, result: RowResult) -> Progress:
         """Append the tokens that a row emitted, up to the first stop."""
         now = self._clock()
+        gap = now - request.last_token if request.last_token is not None else None
         if request.first_token is None:
             request.first_token = now
         request.last_token = now
@@ -326,6 +331,7 @@ class Scheduler:
             stop = find_stop(request, token, self._output_limit(request))
             if stop is not None:
                 break
+        drafted = accepted = 0
         if row.kind is RowKind.VERIFY:
             drafted = row.num_tokens - 1
             accepted = min(result.num_accepted, kept)
@@ -336,7 +342,7 @@ class Scheduler:
             request.confidences.clear()
         if stop is not None:
             self._finish(request, stop.reason, stop.detail)
-        return Progress(request, kept, stop is not None)
+        return Progress(request, kept, stop is not None, drafted, accepted, gap)
 
     def _cache_prefix(self, request: Request) -> None:
         if not request.finished and self.pages.can_commit(request.key, request.num_computed):
@@ -347,6 +353,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, detail: int | str | None = None) -> None:
         request.finish_reason = reason
         request.stop_reason = detail
+        self.num_finished[reason] += 1
         if request.stream is not None:
             request.stream.finish()
         if request.slot is None:

@@ -183,7 +183,8 @@ def _tile(
     if SCORED:
         entry, score_line = _entries(token_entry, r, token0, count, leaves, num_heads, head0, GROUP)
         line = (entry - score_line // num_heads) * num_heads + r % GROUP
-        score_p += score_line.to(tl.int64) * score_len + base
+        # Dense rows begin, and blocks lie, at multiples of BLOCK_N: written out, so that stores are wide.
+        score_p += score_line.to(tl.int64) * score_len + base // BLOCK_N * BLOCK_N
         score_max += score_line.to(tl.int64) * score_blocks + base // BLOCK_N
         score_at = line[:, None] * score_len + tl.arange(0, BLOCK_N)[None, :]
     whole_end = _whole_end(low, high, base, position0, BLOCK_N, WINDOW, LISTED)
@@ -201,7 +202,11 @@ def _tile(
             acc = tl.dot(p.to(qs.dtype), v, acc * alpha[:, None], input_precision="ieee")
             m = m_new
             if SCORED:
-                tl.store(score_p + start + score_at, p.to(score_p.dtype.element_ty), mask=(entry >= 0)[:, None])
+                tl.store(
+                    score_p + start // BLOCK_N * BLOCK_N + score_at,
+                    p.to(score_p.dtype.element_ty),
+                    mask=(entry >= 0)[:, None],
+                )
                 tl.store(score_max + start // BLOCK_N + line * score_blocks, m, mask=entry >= 0)
     for start in tl.range(whole_end, high, BLOCK_N, num_stages=STAGES if LISTED or WINDOW > 0 else 1):
         places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, LISTED)
@@ -219,7 +224,7 @@ def _tile(
         m = m_new
         if SCORED:
             stored = (entry >= 0)[:, None] & ((start + tl.arange(0, BLOCK_N)) < high)[None, :]
-            tl.store(score_p + start + score_at, p.to(score_p.dtype.element_ty), mask=stored)
+            tl.store(score_p + start // BLOCK_N * BLOCK_N + score_at, p.to(score_p.dtype.element_ty), mask=stored)
             tl.store(score_max + start // BLOCK_N + line * score_blocks, m_safe, mask=entry >= 0)
     _write_rows(
         acc, m, norm, r, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
@@ -258,7 +263,8 @@ def _tile_72(
         score_line = tl.minimum(score_line, other)
         line_a = (entry_a - score_line // num_heads) * num_heads + ra % GROUP
         line_b = (entry_b - score_line // num_heads) * num_heads + rb % GROUP
-        score_p += score_line.to(tl.int64) * score_len + base
+        # Dense rows begin, and blocks lie, at multiples of BLOCK_N: written out, so that stores are wide.
+        score_p += score_line.to(tl.int64) * score_len + base // BLOCK_N * BLOCK_N
         score_max += score_line.to(tl.int64) * score_blocks + base // BLOCK_N
         score_at_a = line_a[:, None] * score_len + tl.arange(0, BLOCK_N)[None, :]
         score_at_b = line_b[None, :] * score_len + tl.arange(0, BLOCK_N)[:, None]
@@ -284,9 +290,17 @@ def _tile_72(
             ma = ma_new
             mb = mb_new
             if SCORED:
-                tl.store(score_p + start + score_at_a, pa.to(score_p.dtype.element_ty), mask=(entry_a >= 0)[:, None])
+                tl.store(
+                    score_p + start // BLOCK_N * BLOCK_N + score_at_a,
+                    pa.to(score_p.dtype.element_ty),
+                    mask=(entry_a >= 0)[:, None],
+                )
                 tl.store(score_max + start // BLOCK_N + line_a * score_blocks, ma, mask=entry_a >= 0)
-                tl.store(score_p + start + score_at_b, pb.to(score_p.dtype.element_ty), mask=(entry_b >= 0)[None, :])
+                tl.store(
+                    score_p + start // BLOCK_N * BLOCK_N + score_at_b,
+                    pb.to(score_p.dtype.element_ty),
+                    mask=(entry_b >= 0)[None, :],
+                )
                 tl.store(score_max + start // BLOCK_N + line_b * score_blocks, mb, mask=entry_b >= 0)
     for start in tl.range(whole_end, high, BLOCK_N, num_stages=STAGES if WINDOW > 0 else 1):
         places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, False)
@@ -315,9 +329,9 @@ def _tile_72(
             inside = (start + tl.arange(0, BLOCK_N)) < high
             stored_a = (entry_a >= 0)[:, None] & inside[None, :]
             stored_b = (entry_b >= 0)[None, :] & inside[:, None]
-            tl.store(score_p + start + score_at_a, pa.to(score_p.dtype.element_ty), mask=stored_a)
+            tl.store(score_p + start // BLOCK_N * BLOCK_N + score_at_a, pa.to(score_p.dtype.element_ty), mask=stored_a)
             tl.store(score_max + start // BLOCK_N + line_a * score_blocks, ma_safe, mask=entry_a >= 0)
-            tl.store(score_p + start + score_at_b, pb.to(score_p.dtype.element_ty), mask=stored_b)
+            tl.store(score_p + start // BLOCK_N * BLOCK_N + score_at_b, pb.to(score_p.dtype.element_ty), mask=stored_b)
             tl.store(score_max + start // BLOCK_N + line_b * score_blocks, mb_safe, mask=entry_b >= 0)
     _write_rows(
         acc_a, ma, norm_a, ra, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,

@@ -1,4 +1,4 @@
-"""The Triton attention backend: buffers made once, three small launches a layer around the attention kernel, no word from the host."""
+"""The Triton attention backend: buffers made once, a few launches a layer, and no word from the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ WIDE_ROWS = 72  # packed rows of a row's only tile, at most
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """block_n: keys a step; narrow_depth, wide_depth: steps fetched ahead, in tiles of up to 32 rows and in larger ones; programs: pieces of work aimed at, over all KV heads, two waves of two an SM; min_blocks: least blocks of a piece."""
+    """block_n: keys a step. narrow_depth, wide_depth: steps fetched ahead, in tiles of up to 32 rows and in larger ones.
+    programs: pieces of work aimed at, over all KV heads; two waves of two an SM. min_blocks: least blocks of a piece."""
 
     block_n: int = 64
     narrow_depth: int = 2
@@ -196,7 +197,7 @@ class TritonBackend:
         num_tokens, num_rows = batch.positions.shape[0], batch.slots.shape[0]
         if num_tokens > self.max_tokens or num_rows > self.max_rows:
             raise UserError(
-                f"a step of {num_tokens} tokens in {num_rows} rows: this backend was made for {self.max_tokens} in {self.max_rows}"
+                f"a step of {num_tokens} tokens in {num_rows} rows: made for {self.max_tokens} in {self.max_rows}"
             )
         if self.score_index and batch.num_scored_tokens > self.max_entries:
             raise UserError(
@@ -262,7 +263,8 @@ class TritonBackend:
             KV_HEADS=self.kv_heads, GROUP=self.group, D=self.head_dim, D_PAD=triton.next_power_of_2(self.head_dim),
             PAGE=self.pool.page_size, BLOCK_N=self.tuning.block_n, WINDOW=self.windows[layer], SCORED=scored, ROWS=self.rows,
             MIN_ROWS=TILE_ROWS if self.deterministic else 16,
-            NARROW_DEPTH=self.tuning.narrow_depth + scored, WIDE_DEPTH=1 if scored else self.tuning.wide_depth, num_warps=self.tuning.warps,
+            NARROW_DEPTH=self.tuning.narrow_depth, WIDE_DEPTH=1 if scored else self.tuning.wide_depth,
+            num_warps=self.tuning.warps,
         )  # fmt: skip
 
     def _combine(self, batch: AttentionBatch, layer: int, out: Tensor) -> None:
@@ -283,5 +285,5 @@ class TritonBackend:
             self.entry_token, self.row_entries, self.score_ends[layer], self.layer_scores[self.score_index[layer]],
             self.max_len, self.score_len, self.score_blocks, NUM_HEADS=self.num_heads,
             BLOCK_N=block_n, BLOCKS=blocks, WINDOW=self.windows[layer],
-            HEADS_AT_ONCE=min(8, triton.next_power_of_2(self.num_heads)), num_warps=4,
+            HEADS_AT_ONCE=min(4, triton.next_power_of_2(self.num_heads)), num_warps=4,
         )  # fmt: skip

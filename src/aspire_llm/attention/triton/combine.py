@@ -106,7 +106,8 @@ def scores_kernel(
     if low >= tl.maximum(end, tl.load(score_ends + row * 2 + 1)):  # nothing here, now or the last time
         return
     n = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    total = tl.zeros([BLOCKS, BLOCK_N], tl.float32)
+    # Heads are summed once, at the end: they lie across lanes.
+    total = tl.zeros([HEADS_AT_ONCE, BLOCKS, BLOCK_N], tl.float32)
     if low < end:
         for entry in range(tl.load(row_entries + row * 2), tl.load(row_entries + row * 2 + 1)):
             token = tl.load(entry_token + entry)
@@ -134,5 +135,5 @@ def scores_kernel(
                 )
                 p = tl.where(seen[None, :, :], p.to(tl.float32), 0.0)
                 factor = tl.exp2(maxima - sums[:, None]) * weight
-                total += tl.sum(p * factor[:, :, None], 0)
-    tl.store(scores + row.to(tl.int64) * max_len + n, total, mask=n < max_len)
+                total += p * factor[:, :, None]
+    tl.store(scores + row.to(tl.int64) * max_len + n, tl.sum(total, 0), mask=n < max_len)

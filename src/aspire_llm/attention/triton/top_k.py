@@ -172,7 +172,8 @@ def _rank(values, into, count, STEPS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "slots", "first_stride_l", "first_stride_s", "second_stride_n", "second_stride_s", "out_stride_l", "out_stride_s", "num_slots",
+        "slots", "first_stride_l", "first_stride_s", "second_stride_n", "second_stride_s",
+        "out_stride_l", "out_stride_s", "num_slots",
     ]
 )  # fmt: skip
 def _merge_kernel(

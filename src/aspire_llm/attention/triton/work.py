@@ -95,7 +95,8 @@ def _pieces(blocks, rows, cost, chunk, mixed, FIXED_BLOCKS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "row_offsets", "slots", "starts", "sparse", "num_rows", "max_rows", "max_pieces", "max_tiles", "set_lengths_stride", "programs",
+        "row_offsets", "slots", "starts", "sparse", "num_rows", "max_rows", "max_pieces", "max_tiles",
+        "set_lengths_stride", "programs",
     ]
 )  # fmt: skip
 def work_kernel(

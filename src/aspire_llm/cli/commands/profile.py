@@ -15,6 +15,7 @@ from aspire_llm.cli.options import comma_list
 from aspire_llm.cli.output_file import OutputFile
 from aspire_llm.cli.progress import ProgressBars
 from aspire_llm.cli.workload import add_workload_options, load_workload
+from aspire_llm.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +45,9 @@ def run(args: argparse.Namespace) -> None:
     batch_size = whole_number("--batch-size", args.batch_size or "8", 1)
     budgets = None
     if args.budgets is not None:
-        budgets = tuple(whole_number("--budgets", part, 4) for part in comma_list(args.budgets)) or None
+        budgets = tuple(whole_number("--budgets", part, 4) for part in comma_list(args.budgets))
+        if not budgets:
+            raise UserError(f"--budgets {args.budgets!r} names none")
     with OutputFile(args.out, "--out"), ProgressBars() as bars:  # (only tries whether it can be written)
         bars.show("loading", 0, 0)
         from aspire_llm import __version__
@@ -57,7 +60,10 @@ def run(args: argparse.Namespace) -> None:
         effort = Effort(budgets=budgets, starts=starts, draft_tokens=draft_tokens, batch_size=batch_size)
         workload = load_workload(args, effort.num_output)
         path = Path(args.out) if args.out is not None else kept_profile(workload.model.fingerprint)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"the folder of profiles cannot be made: {path.parent}: {error.strerror}") from None
         search = ProfileSearch(workload.model, workload.prompts, effort, bars.show, cost)
         saved = SavedWork(path.with_name(f"{path.name}.unfinished"), search.settings())
         if saved.found:
