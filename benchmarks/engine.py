@@ -91,7 +91,11 @@ def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
 
     def on_step(step: Any) -> None:
         now = time.perf_counter()
-        if step.plan is not None and step.result is not None and all(r.kind is not RowKind.PREFILL for r in step.plan.rows):
+        if (
+            step.plan is not None
+            and step.result is not None
+            and all(r.kind is not RowKind.PREFILL for r in step.plan.rows)
+        ):
             drafts = sum(r.kind is RowKind.DRAFT for r in step.plan.rows)
             new = sum(p.num_new_tokens for p in step.progress)
             steps.append(
@@ -100,7 +104,9 @@ def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
             )  # fmt: skip
         last[0] = now
 
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), on_step=on_step)
+    outputs = llm.generate(
+        prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), on_step=on_step
+    )
     full = [s for s in steps[3:] if s["rows"] >= 0.75 * len(prompts)]  # while (nearly) everybody runs
     wall = sum(s["wall"] for s in full)
     device = sum(s["device"] for s in full)
@@ -125,14 +131,22 @@ def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
 def exact(report: dict[str, Any]) -> None:
     """Greedy tokens of every method against plain decoding, small random model in bf16, graphs and eager."""
     folder = model_folder("small")
-    options: dict[str, Any] = {"load_format": "dummy", "max_model_len": 2048, "max_num_seqs": 16, "kv_cache_memory": "2G"}
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        "kv_cache_memory": "2G",
+    }
     base = LLM(folder, method="plain", **options)
-    generator = torch.Generator(device="cuda").manual_seed(0)
+    generator = torch.Generator(device=base.model.decoder.device).manual_seed(0)
     for name, view in base.model.decoder.checkpoint_views().items():
         if "norm" not in name:
             view.normal_(0.0, 0.06, generator=generator)
     g = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(2, 1024, (n,), generator=g).tolist() for n in (1, 20, 63, 64, 65, 200, 700, 1500, 33, 900, 128, 1000)]
+    prompts = [
+        torch.randint(2, 1024, (n,), generator=g).tolist()
+        for n in (1, 20, 63, 64, 65, 200, 700, 1500, 33, 900, 128, 1000)
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
 
     def tokens(**changes: Any) -> tuple[list[list[int]], list[Any]]:
@@ -159,32 +173,53 @@ def exact(report: dict[str, Any]) -> None:
             "requests_equal": sum(x == y for x, y in zip(ours, plain)), "of": len(plain), "first_difference": same,
             "drafted": sum(s["num_draft_tokens"] for s in spec), "accepted": sum(s["num_accepted_draft_tokens"] for s in spec),
         }  # fmt: skip
-        print(f"exact {name:20} equal {rows[name]['requests_equal']}/{len(plain)} drafted {rows[name]['drafted']} accepted {rows[name]['accepted']} {same}", flush=True)
+        print(
+            f"exact {name:20} equal {rows[name]['requests_equal']}/{len(plain)} drafted {rows[name]['drafted']} accepted {rows[name]['accepted']} {same}",
+            flush=True,
+        )
     report["exact"] = rows
 
 
 def big(report: dict[str, Any], parts: list[str]) -> None:
     folder = model_folder("qwen3-8b")
-    options: dict[str, Any] = {"load_format": "dummy", "max_model_len": 91000, "max_num_seqs": 64, "enable_prefix_caching": True}
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_model_len": 91000,
+        "max_num_seqs": 64,
+        "enable_prefix_caching": True,
+    }
     began = time.perf_counter()
     base = LLM(folder, method="plain", **options)
-    torch.cuda.synchronize()
     report["plain_start_up_s"] = time.perf_counter() - began
     print(f"start-up plain {report['plain_start_up_s']:.1f} s, pages {base.cache.pages.num_pages}", flush=True)
     fill(base)
-    cells = [tuple(map(int, c.split("x"))) for c in os.environ["CELLS"].split(",")] if os.environ.get("CELLS") else CELLS
+    cells = (
+        [tuple(map(int, c.split("x"))) for c in os.environ["CELLS"].split(",")] if os.environ.get("CELLS") else CELLS
+    )
     report["cells"] = {}
     traces = shipped_traces("refreshed_16")
     aspire = None
     if "methods" in parts:
         began = time.perf_counter()
-        aspire = LLM(folder, loaded=base.model, cache=base.cache, method="aspire", budget=512, refresh_layers=(24,), **options)
+        aspire = LLM(
+            folder, loaded=base.model, cache=base.cache, method="aspire", budget=512, refresh_layers=(24,), **options
+        )
         report["aspire_start_up_s"] = time.perf_counter() - began
         cost = aspire.engine.cost
         assert cost is not None
-        print(f"start-up aspire {report['aspire_start_up_s']:.1f} s; cost: fixed {cost.fixed * 1e3:.2f} ms, token {cost.per_token * 1e6:.2f} us (free {cost.free_tokens}), kv {cost.per_kv * 1e9:.2f} ns", flush=True)
-        report["cost"] = {"fixed": cost.fixed, "per_token": cost.per_token, "per_kv": cost.per_kv, "free_tokens": cost.free_tokens}
-        aspire.engine.runner.sampler = ReplaySampler(traces[TRACE], 64, torch.device("cuda"))  # type: ignore[assignment]
+        print(
+            f"start-up aspire {report['aspire_start_up_s']:.1f} s; cost: fixed {cost.fixed * 1e3:.2f} ms, token {cost.per_token * 1e6:.2f} us (free {cost.free_tokens}), kv {cost.per_kv * 1e9:.2f} ns",
+            flush=True,
+        )
+        report["cost"] = {
+            "fixed": cost.fixed,
+            "per_token": cost.per_token,
+            "per_kv": cost.per_kv,
+            "free_tokens": cost.free_tokens,
+        }
+        aspire.engine.runner.sampler = ReplaySampler(
+            traces[TRACE], aspire.config.max_num_seqs, base.model.decoder.device
+        )  # type: ignore[assignment]
     for batch, length in cells:
         base.reset_prefix_cache()
         prompts = cached_prompts(base, batch, length, batch)
@@ -194,12 +229,29 @@ def big(report: dict[str, Any], parts: list[str]) -> None:
         if aspire is not None:
             decode(aspire, prompts, 24)
             cell["aspire (replayed)"] = decode(aspire, prompts, 160)
+            if "profile" in parts:
+                profile(aspire, prompts)
         vllm = VLLM_TOKENS_PER_S[batch, length]
         for name, row in cell.items():
             row.pop("outputs")
             row["over_vllm_of_findings"] = row["tokens_per_s"] / vllm
-            print(f"{batch}x{length} {name:18} {row['tokens_per_s']:8.0f} tok/s ({row['over_vllm_of_findings']:.2f}x vLLM)  step {row['step_ms']:.2f} ms (median {row['median_step_ms']:.2f}, device {row['device_ms']:.2f}, idle {row['idle_share']:.1%})  accepted length {row['mean_accepted_length']:.2f}, draft {row['mean_draft_length']:.1f}, tokens a step {row['tokens_a_step']:.1f}", flush=True)
+            print(
+                f"{batch}x{length} {name:18} {row['tokens_per_s']:8.0f} tok/s ({row['over_vllm_of_findings']:.2f}x vLLM)  step {row['step_ms']:.2f} ms (median {row['median_step_ms']:.2f}, device {row['device_ms']:.2f}, idle {row['idle_share']:.1%})  accepted length {row['mean_accepted_length']:.2f}, draft {row['mean_draft_length']:.1f}, tokens a step {row['tokens_a_step']:.1f}",
+                flush=True,
+            )
         report["cells"][f"{batch}x{length}"] = cell
+
+
+def profile(llm: LLM, prompts: list[list[int]]) -> None:
+    """Where the device's time goes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        decode(llm, prompts, 40)
+    table = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)[:22]
+    whole = sum(e.self_device_time_total for e in profiler.key_averages())
+    for e in table:
+        print(
+            f"   {e.self_device_time_total / whole:6.1%} {e.self_device_time_total / 1e3:9.2f} ms {e.count:7d} x {e.self_device_time_total / e.count:8.1f} us  {e.key[:90]}"
+        )
 
 
 def main() -> None:

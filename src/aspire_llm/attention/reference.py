@@ -57,9 +57,9 @@ class ReferencePlan:
     scores: dict[int, Tensor] = field(default_factory=dict)  # layer -> float32 [scored rows, longest]
     reads: list[int] = field(default_factory=list)  # [R]
 
-    def scores_of(self, layers: tuple[int, ...], rows: Tensor) -> Tensor:
+    def scores_of(self, layers: tuple[int, ...], rows: Tensor, longest: int) -> Tensor:
         places = torch.tensor([self.score_rows.get(row, 0) for row in rows.tolist()], device=self.device)
-        return torch.stack([self.scores[layer][places] for layer in layers])
+        return torch.stack([self.scores[layer][places, :longest] for layer in layers])
 
     @property
     def row_reads(self) -> Tensor:

@@ -34,12 +34,16 @@ class ReplaySampler:
         self._confidence = torch.from_numpy(confidence).to(device)  # [R, S, K]
         self._rows = (torch.arange(num_slots + 1, device=device) % accepted.shape[0]).to(device)  # slot -> request
         self._begins = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)  # slot -> tokens of its prompt
-        self._cycle = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)  # slot -> where its present cycle began
+        self._cycle = torch.zeros(
+            num_slots + 1, dtype=torch.int64, device=device
+        )  # slot -> where its present cycle began
 
     def validate(self, params: SamplingParams) -> None:
         pass
 
-    def admit(self, slot: int, params: SamplingParams, seed: int, prompt_token_ids: Sequence[int], eos: Any = ()) -> None:
+    def admit(
+        self, slot: int, params: SamplingParams, seed: int, prompt_token_ids: Sequence[int], eos: Any = ()
+    ) -> None:
         self._begins[slot] = len(prompt_token_ids)
         self._cycle[slot] = len(prompt_token_ids)
 
@@ -53,7 +57,12 @@ class ReplaySampler:
         device = batch.logits.device
         counts_host = np.asarray(batch.num_tokens, dtype=np.int64)
         packed = np.concatenate(
-            [counts_host, np.cumsum(counts_host) - counts_host, np.asarray(batch.slots), np.asarray(batch.kinds, dtype=np.int64)]
+            [
+                counts_host,
+                np.cumsum(counts_host) - counts_host,
+                np.asarray(batch.slots),
+                np.asarray(batch.kinds, dtype=np.int64),
+            ]
         )
         sent = torch.from_numpy(packed)
         sent = sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent

@@ -38,8 +38,8 @@ class AfterForward:
     arrays: tuple[Array, ...]  # in the order of OnDevice's fields
 
     @staticmethod
-    def of(rows: Sequence[Row], drafting: Sequence[bool]) -> AfterForward:
-        """drafting: for each slot, whether its request may draft and so needs a context."""
+    def of(rows: Sequence[Row], updates: Sequence[bool]) -> AfterForward:
+        """updates: for each row, whether its attention renews or refreshes its request's context."""
         tokens: list[tuple[int, int, int, int]] = []
         offset = 0
         for row in rows:
@@ -50,9 +50,9 @@ class AfterForward:
             offset += row.num_tokens
         sampling = [row for row in rows if row.samples]
         prefill = [row for row in rows if row.kind is RowKind.PREFILL]
-        drafts = [(i, row) for i, row in enumerate(rows) if row.samples and drafting[row.slot]]
-        renewed = [(i, row) for i, row in drafts if row.kind is not RowKind.DRAFT]
-        refreshed = [(i, row) for i, row in drafts if row.kind is RowKind.DRAFT]
+        updating = [(i, row) for i, row in enumerate(rows) if updates[i]]
+        renewed = [(i, row) for i, row in updating if row.kind is not RowKind.DRAFT]
+        refreshed = [(i, row) for i, row in updating if row.kind is RowKind.DRAFT]
         lists: list[Sequence[int]] = [
             *([token[field] for token in tokens] for field in range(4)),
             [row.slot for row in sampling],

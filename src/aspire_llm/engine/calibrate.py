@@ -19,7 +19,7 @@ from aspire_llm.scheduler.scheduler import Limits
 # bytes/s and operations/s of an ordinary machine of the kind; only ratios matter, and only until steps were measured
 NOMINAL = {"cpu": (2e10, 1e11), "cuda": (2e12, 4e14)}
 
-BATCHES = (1, 4)  # requests in a calibration step
+BATCHES = {"cpu": (1, 4), "cuda": (1, 8, 16)}  # requests in a calibration step
 LENGTHS = {"cpu": (256, 2048), "cuda": (1024, 16384)}  # KV tokens of each
 DRAFTS = (1, 3, 7)  # drafts before each verification
 KEY = -1  # of the pages that calibration borrows
@@ -50,7 +50,7 @@ def calibrate(
     room = 1 + sum(n + 1 for n in drafts)  # tokens that the verifications commit, plus one
     if not drafts or lengths[0] == lengths[1] or lengths[0] <= room:
         return None
-    for batch in sorted({min(b, limits.max_num_seqs) for b in BATCHES}):
+    for batch in sorted({min(b, limits.max_num_seqs) for b in BATCHES[runner.device.type]}):
         for length in lengths:
             if batch * length > pages.num_free * pages.page_size:
                 continue
@@ -84,7 +84,7 @@ def _cycle(
     writes = tuple(PageWrite(s, 0, tuple(borrowed[s * each : (s + 1) * each])) for s in range(batch))
 
     def step(kind: RowKind, num_tokens: int, first: bool = False) -> StepLoad:
-        rows = tuple(Row(s, 0, kind, num_tokens) for s in range(batch))
+        rows = tuple(Row(s, 0, kind, num_tokens, reach=length) for s in range(batch))
         plan = StepPlan(0, rows, admissions, writes) if first else StepPlan(0, rows)
         result = runner.run(plan)
         return StepLoad(plan.num_tokens, result.mean_kv_tokens, result.seconds)

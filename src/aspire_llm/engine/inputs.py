@@ -39,6 +39,13 @@ class InputProcessor:
         self._table = TokenBytes(tokenizer) if tokenizer is not None else None
         self._keys = keys if keys is not None else itertools.count()
 
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token. Raises UserError without a tokenizer."""
+        if self._table is None:
+            raise UserError("this model has no tokenizer")
+        return self._table
+
     def requests(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> list[Request]:
         """One request for each of `params.n` continuations. Raises UserError."""
         token_ids = self.token_ids(prompt)

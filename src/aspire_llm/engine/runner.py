@@ -28,6 +28,9 @@ from aspire_llm.sampling.logprobs import token_logprobs
 from aspire_llm.sampling.sampler import Sampler
 from aspire_llm.scheduler.plan import Row, StepPlan, StepResult
 
+PLAIN_STEPS = (
+    16  # a request that does not draft has its context renewed once in so many steps; the tail covers the others
+)
 PROMPT_LOGPROB_TOKENS = 64  # prompt tokens whose logits exist at once, when prompt logprobs are asked for
 
 
@@ -52,6 +55,7 @@ class Runner:
         self._forward = forward
         self._uploader = Uploader(self.device)
         self._drafting = [False] * state.num_slots  # host: the request in this slot may draft
+        self._plain_steps = [0] * state.num_slots  # host: verifications without drafts since the context was renewed
         self._prompt_logprobs: list[int | None] = [None] * state.num_slots  # host: how many, for prompt tokens
         self._prompt_ends = [0] * state.num_slots  # host
 
@@ -65,14 +69,15 @@ class Runner:
         clock = StepClock(self.device)
         rows = plan.rows
         self._stage(plan)
+        updates = [self._updates_context(row) for row in rows]
         step = describe(
             rows,
-            [self._query_weights(row) for row in rows],
+            [self._query_weights(row, update) for row, update in zip(rows, updates, strict=True)],
             self._forward.pad_rows,
             self._forward.padded(plan.num_tokens),
             self.state.num_slots,
         )
-        tail = AfterForward.of(rows, self._drafting)
+        tail = AfterForward.of(rows, updates)
         arrays = self._uploader.send([*step.arrays, *tail.arrays])
         hidden, attention = self._forward.run(step, arrays[: len(step.arrays)])
         there = tail.on_device(arrays[len(step.arrays) :])
@@ -96,6 +101,7 @@ class Runner:
             self.sampler.admit(new.slot, new.params, new.seed, new.prompt_token_ids, new.eos_token_ids)
             self._drafting[new.slot] = self.selector is not None and new.params.draft
             self._prompt_logprobs[new.slot] = new.params.prompt_logprobs
+            self._plain_steps[new.slot] = 0
             self._prompt_ends[new.slot] = len(new.prompt_token_ids)
         for write in plan.page_writes:
             place = state.page_table[write.slot, write.first : write.first + len(write.pages)]
@@ -104,8 +110,20 @@ class Runner:
             for (place, _), values in zip(writes, self._uploader.send([values for _, values in writes]), strict=True):
                 place.copy_(values)
 
-    def _query_weights(self, row: Row) -> list[float]:
-        if self.selector is None or not self._drafting[row.slot] or not row.samples:
+    def _updates_context(self, row: Row) -> bool:
+        """Whether the row's attention renews or refreshes its request's context. Plain decoding must stay as cheap as it is
+        without a context, so its rows do so only now and then."""
+        if not self._drafting[row.slot] or not row.samples:
+            return False
+        if row.kind is RowKind.VERIFY and row.num_tokens == 1:
+            self._plain_steps[row.slot] += 1
+            if self._plain_steps[row.slot] < PLAIN_STEPS:
+                return False
+        self._plain_steps[row.slot] = 0
+        return True
+
+    def _query_weights(self, row: Row, update: bool) -> list[float]:
+        if self.selector is None or not update:
             return [0.0] * row.num_tokens
         return self.selector.query_weights(row.kind, row.num_tokens)
 
@@ -156,15 +174,22 @@ class Runner:
         if tail.renewed:
             slots = there.renewed_slots
             ended = [row.kind is RowKind.PREFILL for row in tail.renewed]
-            lengths = self.state.computed[slots]
+            longest = max(row.reach for row in tail.renewed)
             self.selector.renew(
-                self.contexts, slots, lengths, lambda layers: attention.scores_of(layers, there.renewed_rows), ended
+                self.contexts,
+                slots,
+                self.state.computed[slots],
+                lambda layers: attention.scores_of(layers, there.renewed_rows, longest),
+                ended,
             )
         if tail.refreshed:
             slots = there.refreshed_slots
-            lengths = self.state.computed[slots]
+            reach = max(row.reach for row in tail.refreshed)
             self.selector.refresh(
-                self.contexts, slots, lengths, lambda layers: attention.scores_of(layers, there.refreshed_rows)
+                self.contexts,
+                slots,
+                self.state.computed[slots],
+                lambda layers: attention.scores_of(layers, there.refreshed_rows, reach),
             )
 
     def _score_prompts(self, rows: Sequence[Row], hidden: Tensor) -> dict[int, list[TokenLogprobs]]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from aspire_llm.request import RowKind, SamplingParams, TokenLogprobs
 
 
+NO_POSITION = 2**31 - 1  # past every position
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One request's part of a step.
@@ -20,6 +23,7 @@ class Row:
     kind: RowKind
     num_tokens: int  # tokens in the forward: PREFILL its chunk, DRAFT 1, VERIFY 1 + pending drafts
     start: int = 0  # PREFILL only: position of the chunk's first token
+    reach: int = NO_POSITION  # no token of the row stands at or past this position
     samples: bool = True  # False for every prefill chunk but the last: no logits, no token
 
 

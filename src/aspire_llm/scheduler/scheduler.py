@@ -176,11 +176,12 @@ class Scheduler:
 
     def _decode_row(self, request: Request, action: Action) -> Row:
         assert request.slot is not None
+        reach = request.num_tokens + request.num_lookahead + request.num_pending
         if action is Action.DRAFT:
             request.num_pending += 1
             request.stats.steps["draft"] += 1
-            return Row(request.slot, request.epoch, RowKind.DRAFT, 1)
-        row = Row(request.slot, request.epoch, RowKind.VERIFY, 1 + request.num_pending)
+            return Row(request.slot, request.epoch, RowKind.DRAFT, 1, reach=reach)
+        row = Row(request.slot, request.epoch, RowKind.VERIFY, 1 + request.num_pending, reach=reach)
         request.num_lookahead += row.num_tokens
         request.num_pending = 0
         request.stats.steps["verify"] += 1
@@ -200,7 +201,7 @@ class Scheduler:
         last = not request.in_prefill
         if last:
             request.num_lookahead += 1
-        return Row(request.slot, request.epoch, RowKind.PREFILL, n, start, samples=last)
+        return Row(request.slot, request.epoch, RowKind.PREFILL, n, start, reach=start + n, samples=last)
 
     def _admit(self, writes: list[PageWrite], budget: int) -> list[Admission]:
         """Move waiting requests into free slots, first come first served, while their known tokens fit."""

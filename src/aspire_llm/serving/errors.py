@@ -111,7 +111,7 @@ def _brief(value: object) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of the app the one shape. Faults of ours are logged, and answered 500 without detail."""
+    """Give every error of the app the one shape. Faults of ours go on to the middleware around it."""
 
     @app.exception_handler(ApiError)
     async def api(_: Request, error: ApiError) -> Response:
@@ -133,8 +133,3 @@ def install(app: FastAPI) -> None:
         elif error.status_code == 405:
             message = f"{request.method} {request.url.path}: the path does not allow this method"
         return error_response(error.status_code, message, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def bug(_: Request, error: Exception) -> Response:
-        # the middleware around this logs the traceback with the request's id
-        return error_response(500, "the server failed; its log says how")

@@ -29,25 +29,32 @@ class ServerSettings(BaseModel):
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: every network")
     port: int = Field(8000, ge=0, le=65535, description="0: any free one")
     served_model_name: Texts = Field(
-        (), description="name of the model in requests and answers; may be repeated, the first is shown; default: the model's"
+        (),
+        description="name of the model in requests and answers; may be repeated, the first is shown; default: the model's",
     )
     api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(_as_tuple)] = Field(
-        (), description="key that requests must bring (Authorization: Bearer KEY); may be repeated; default: none needed"
+        (),
+        description="key that requests must bring (Authorization: Bearer KEY); may be repeated; default: none needed",
     )
     api_key_file: str | None = Field(None, description="file with one such key a line, which keeps them out of `ps`")
-    cors_allow_origins: Texts = Field((), description="web origins whose pages may call this server; * for all; may be repeated")
+    cors_allow_origins: Texts = Field(
+        (), description="web origins whose pages may call this server; * for all; may be repeated"
+    )
     max_body_size: Size = Field(16 * 2**20, description="largest request body in bytes, e.g. 16M")
     max_prompt_tokens: Size | None = Field(None, description="longest prompt; default: what max_model_len allows")
     max_queue: int = Field(
         1024, ge=0, description="requests that may wait for a place in the batch; more are answered 429"
     )
-    request_timeout: Seconds | None = Field(None, description="seconds after which a request is given up; default: never")
+    request_timeout: Seconds | None = Field(
+        None, description="seconds after which a request is given up; default: never"
+    )
     read_timeout: Seconds = Field(30.0, description="seconds that a client may take to send a request")
     write_timeout: Seconds = Field(60.0, description="seconds that a client may leave an answer unread")
     shutdown_grace: float = Field(30.0, ge=0, description="seconds that running requests get after SIGTERM")
     chat_template: str | None = Field(None, description="file with a chat template instead of the model's")
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = Field(
-        "auto", description="how the model writes tool calls: hermes (Qwen too), llama3_json, none; auto: by its chat template"
+        "auto",
+        description="how the model writes tool calls: hermes (Qwen too), llama3_json, none; auto: by its chat template",
     )
     live_page: bool = Field(True, description="the page at / that shows what the engine does")
     root_path: str = Field("", description="path under which a proxy offers this server")

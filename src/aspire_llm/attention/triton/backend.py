@@ -73,13 +73,13 @@ class TritonPlan:
                     result[layer] = whole[torch.tensor(rows, device=whole.device)]
         return result
 
-    def scores_of(self, layers: tuple[int, ...], rows: Tensor) -> Tensor:
-        """As `AttentionPlan.scores_of`, max_len wide; a copy."""
+    def scores_of(self, layers: tuple[int, ...], rows: Tensor, longest: int) -> Tensor:
+        """As `AttentionPlan.scores_of`; a copy."""
         index = self.score_places.get(layers)
         if index is None:  # once for each choice of layers
             index = torch.tensor([self.score_index[layer] for layer in layers], device=self.layer_scores.device)
             self.score_places[layers] = index
-        return self.layer_scores[index[:, None], rows[None, :]]
+        return self.layer_scores[:, :, :longest][index[:, None], rows[None, :]]
 
     @property
     def row_reads(self) -> Tensor:
