@@ -84,6 +84,11 @@ def fill(llm: LLM) -> None:
         tensor.normal_(0.0, 1.0)
 
 
+def coefficients(llm: LLM) -> list[float]:
+    cost = llm.engine.cost
+    return [cost.fixed, cost.per_token, cost.per_kv] if cost is not None else []
+
+
 def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """Steady decoding: steps without prompt rows."""
     steps: list[dict[str, Any]] = []
@@ -100,7 +105,7 @@ def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
             new = sum(p.num_new_tokens for p in step.progress)
             steps.append(
                 {"wall": now - last[0], "device": step.result.seconds, "tokens": step.plan.num_tokens, "drafts": drafts,
-                 "rows": len(step.plan.rows), "new": new, "kv": step.result.mean_kv_tokens}
+                 "rows": len(step.plan.rows), "new": new, "kv": step.result.mean_kv_tokens, "cost": coefficients(llm)}
             )  # fmt: skip
         last[0] = now
 
@@ -110,6 +115,10 @@ def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     full = [s for s in steps[3:] if s["rows"] >= 0.75 * len(prompts)]  # while (nearly) everybody runs
     wall = sum(s["wall"] for s in full)
     device = sum(s["device"] for s in full)
+    histogram = [0] * 16
+    for output in outputs:
+        for i, n in enumerate(output.metrics.speculative_decoding["acceptance_histogram"]):
+            histogram[i] += n
     drafted = sum(o.metrics.speculative_decoding["num_draft_tokens"] for o in outputs)
     cycles = sum(o.metrics.speculative_decoding["num_spec_steps"] for o in outputs)
     accepted = sum(o.metrics.speculative_decoding["num_accepted_draft_tokens"] for o in outputs)
@@ -121,9 +130,11 @@ def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         "device_ms": 1e3 * device / len(full),
         "idle_share": 1 - device / wall,
         "steps": len(full),
+        "accepted_by_position": histogram,
         "mean_accepted_length": 1 + accepted / cycles if cycles else 1.0,
         "mean_draft_length": drafted / cycles if cycles else 0.0,
         "tokens_a_step": sum(s["tokens"] for s in full) / len(full),
+        "all_steps": steps if os.environ.get("STEPS") else [],
         "outputs": [o.outputs[0].token_ids for o in outputs],
     }
 
@@ -217,6 +228,13 @@ def big(report: dict[str, Any], parts: list[str]) -> None:
             "per_kv": cost.per_kv,
             "free_tokens": cost.free_tokens,
         }
+        staggered = LLM(
+            folder, loaded=base.model, cache=base.cache, method="aspire", policy="staggered", draft_tokens=8, budget=512,
+            refresh_layers=(24,), **options,
+        )  # fmt: skip
+        staggered.engine.runner.sampler = ReplaySampler(
+            traces[TRACE], staggered.config.max_num_seqs, base.model.decoder.device
+        )  # type: ignore[assignment]
         aspire.engine.runner.sampler = ReplaySampler(
             traces[TRACE], aspire.config.max_num_seqs, base.model.decoder.device
         )  # type: ignore[assignment]
@@ -229,10 +247,22 @@ def big(report: dict[str, Any], parts: list[str]) -> None:
         if aspire is not None:
             decode(aspire, prompts, 24)
             cell["aspire (replayed)"] = decode(aspire, prompts, 160)
+            cell["staggered 8 (replayed)"] = decode(staggered, prompts, 160)
             if "profile" in parts:
                 profile(aspire, prompts)
         vllm = VLLM_TOKENS_PER_S[batch, length]
+        if aspire is not None and aspire.engine.cost is not None:
+            now = aspire.engine.cost
+            cell["cost_after"] = {
+                "fixed": now.fixed,
+                "per_token": now.per_token,
+                "per_kv": now.per_kv,
+                "within_10%": now.share_within(0.1),
+            }
+            print(f"   cost now {cell['cost_after']}", flush=True)
         for name, row in cell.items():
+            if "outputs" not in row:
+                continue
             row.pop("outputs")
             row["over_vllm_of_findings"] = row["tokens_per_s"] / vllm
             print(

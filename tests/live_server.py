@@ -1,88 +1,45 @@
-"""A server on loopback around a tiny model, in a thread: for tests that need a real socket and a browser."""
+"""The real server around a tiny model with a load that a test can turn on and off, and Chromium to look at its page."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
+import pytest
 
-from aspire_llm import AsyncLLM, SamplingParams
-from aspire_llm.serving.live import LiveMonitor, live_router
+from aspire_llm import SamplingParams
+from aspire_llm.models.load import LoadedModel
+from aspire_llm.serving.live import LiveMonitor
+from serving_server import Served, engine, served, served_model
 from tiny import FixedCost
 
-OPTIONS: dict[str, Any] = {
-    "max_model_len": 1024,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 64,
-    "block_size": 16,
-    "kv_cache_memory": 4 << 20,
-    "budget": 48,
-    "cost": FixedCost(0.02, 0.001, 0.05),
-}
+CHROMIUM = Path("/usr/bin/chromium")
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
+]
 
 
-def chat_app(llm: AsyncLLM, monitor: LiveMonitor) -> FastAPI:
-    app = FastAPI()
-    app.include_router(live_router(llm, monitor))
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: dict[str, Any]) -> StreamingResponse:
-        async def chunks() -> AsyncIterator[str]:
-            sent, output = "", None
-            params = SamplingParams(temperature=body["temperature"], max_tokens=body["max_tokens"])
-            async for output in llm.chat(body["messages"], params):
-                text = output.outputs[0].text
-                choice = {"index": 0, "delta": {"content": text[len(sent) :]}, "finish_reason": output.outputs[0].finish_reason}
-                yield f"data: {json.dumps({'choices': [choice]})}\n\n"
-                sent = text
-            assert output is not None and output.metrics is not None
-            usage = {"completion_tokens": len(output.outputs[0].token_ids)}
-            metrics = {"speculative_decoding": output.metrics.speculative_decoding}
-            yield f"data: {json.dumps({'choices': [], 'usage': usage, 'metrics': metrics})}\n\n"
-            yield "data: [DONE]\n\n"
-
-        return StreamingResponse(chunks(), media_type="text/event-stream")
-
-    return app
+def drafting_model() -> LoadedModel:
+    """A model that cares little for its context, so that sparse drafts are often right, and often not."""
+    model = served_model()
+    for name, weights in model.decoder.checkpoint_views().items():
+        if "o_proj" in name:
+            weights.mul_(0.05)
+    return model
 
 
-class LiveServer:
+class Live:
     """`load(n)` keeps n requests running until `load(0)`."""
 
-    def __init__(self, model: Path | str, weak: float = 0.02, **options: Any) -> None:
-        self.monitor = LiveMonitor()
-        self.llm = AsyncLLM(str(model), on_step=self.monitor.on_step, **(OPTIONS | options))
-        for name, weights in self.llm._llm.model.decoder.checkpoint_views().items():
-            if "o_proj" in name:
-                weights.mul_(weak)  # a model that cares less for its context, so that sparse drafts are often right
-        config = uvicorn.Config(
-            chat_app(self.llm, self.monitor), host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def __init__(self, server: Served, monitor: LiveMonitor) -> None:
+        self.server, self.monitor = server, monitor
+        self.url = server.url + "/"
         self._clients: list[asyncio.Task[None]] = []
-        self._thread.start()
-        wait_for(lambda: self._server.started, "the server to start")
-        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/"
-
-    def _run(self) -> None:
-        async def serve() -> None:
-            self._loop = asyncio.get_running_loop()
-            await self._server.serve()
-
-        asyncio.run(serve())
 
     def load(self, num_requests: int) -> None:
         async def change() -> None:
@@ -91,23 +48,46 @@ class LiveServer:
             await asyncio.gather(*self._clients, return_exceptions=True)
             self._clients = [asyncio.create_task(self._client(i)) for i in range(num_requests)]
 
-        asyncio.run_coroutine_threadsafe(change(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(change(), self.server.loop).result(30)
 
     async def _client(self, number: int) -> None:
         for again in range(1000):
-            prompt = f"{number} " + "tell me more of this, and then of that; " * (1 + (number + again) % 5)
-            params = SamplingParams(temperature=0.0 if number % 2 else 0.7, max_tokens=700, seed=again, ignore_eos=True)
-            async for _ in self.llm.generate(prompt, params, request_id=f"req-{number}-{again}"):
+            prompt = f"{number} {again} " * (5 + 7 * ((number + again) % 5))
+            tokens = [1 + ord(c) for c in prompt]
+            params = SamplingParams(temperature=0.7 * (number % 2), max_tokens=600, seed=again, ignore_eos=True)
+            async for _ in self.server.llm.generate(tokens, params, request_id=f"request-{number}-{again}"):
                 pass
 
-    def stop(self) -> None:
-        self.load(0)
-        self.monitor.close()
-        self._server.should_exit = True
-        self._thread.join(20)
-        assert not self._thread.is_alive(), "the server does not end"
-        if self.llm.is_running:
-            self.llm.shutdown()
+
+@contextmanager
+def live_server(*, port: int = 0, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Live]:
+    monitor = LiveMonitor()
+    defaults = {"method": "aspire", "context": "window", "draft_tokens": None, "cost": FixedCost(2e-4, 1e-5, 5e-4)}
+    llm = engine(drafting_model(), on_step=monitor.on_step, **(defaults | options))
+    try:
+        with served(llm, monitor, port=port, shutdown_grace=0, **(settings or {})) as server:
+            live = Live(server, monitor)
+            try:
+                yield live
+            finally:
+                live.load(0)
+    finally:
+        llm.shutdown()
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A headless browser. Fails where there is none: a page that was not looked at is not tested."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        pytest.fail("playwright is not installed: run `make test`, which installs it", pytrace=False)
+    if not CHROMIUM.exists():
+        pytest.fail(f"no Chromium at {CHROMIUM}: run `make test`, which installs it", pytrace=False)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        yield browser
+        browser.close()
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:

@@ -198,13 +198,20 @@ def test_poisson_arrivals_leave_the_batch_smaller_and_the_latency_lower() -> Non
 
 def test_shipped_traces_are_those_of_three_models_with_the_projects_own_context() -> None:
     traces = shipped_traces()
-    assert {t.method for t in traces.values()} == {"refreshed_16", "refreshed_19", "refreshed_penultimate"}
+    assert {t.method for t in traces.values()} == {
+        "refreshed_16",
+        "refreshed_19",
+        "refreshed_23",
+        "refreshed_penultimate",
+    }
     assert len(traces) >= 9
     code = traces["qwen2.5-coder-0.5b_28k_code"]
     assert (code.num_requests, code.max_draft, code.stride, code.first_start) == (8, 24, 4, 8)
     assert np.mean([d.accepted for row in code.drafts for d in row]) == pytest.approx(15.7, abs=0.05)
     assert code.draft_at(0, 7) is code.drafts[0][1]
-    assert set(shipped_traces("window")) == set(traces)
+    every = traces["smollm2-135m_5k_demo"]
+    assert (every.num_requests, every.max_draft, every.stride, every.first_start, every.span) == (4, 16, 1, 4, 96)
+    assert set(shipped_traces("window")) == set(traces) - {"smollm2-135m_5k_demo"}
     with pytest.raises(UserError, match="no shipped trace"):
         shipped_traces("nothing")
 

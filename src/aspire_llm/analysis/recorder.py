@@ -113,9 +113,15 @@ class Recorder:
         attention scores of the last prompt token and of every output token (see `recall.ScoreRecorder`)."""
         runner = self._runner(scorer, 1, max_drafts=1)
         done = self._prefill(runner, on_tokens)
-        while rows := [
-            Row(slot, 0, RowKind.VERIFY, 1) for slot, text in enumerate(self.continuations) if not self._ended(text)
-        ]:
+        while True:
+            # as chunks of one token, since verifications without drafts are not always scored
+            rows = [
+                Row(slot, 0, RowKind.PREFILL, 1, len(self.prompts[slot]) + len(text) - 1)
+                for slot, text in enumerate(self.continuations)
+                if not self._ended(text)
+            ]
+            if not rows:
+                return
             for row, result in zip(rows, self._step(runner, rows), strict=True):
                 self.continuations[row.slot].extend(result.token_ids)
             done += len(rows)
@@ -218,7 +224,9 @@ class Recorder:
         self._step(runner, rows, self._admit([n - c for n, c in zip(lengths, counts, strict=True)]))
 
     def _verify_plain(self, runner: Runner, slots: Sequence[int], start: int, gap: int) -> None:
-        """One verification of the `gap` plain tokens before `start`, so that `start` output tokens are known."""
+        """One verification of the `gap` plain tokens before `start`, so that `start` output tokens are known. Of two where it
+        is one: a verification without drafts does not always renew the context."""
+        gap = max(2, gap)
         for slot in slots:
             self._set(runner, slot, start - gap)
             runner.state.pending[slot] = gap - 1

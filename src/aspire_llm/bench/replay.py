@@ -78,10 +78,10 @@ class ReplaySampler:
         places = (batch.positions[grid] + 1).clamp(max=batch.history.shape[1] - 1)
         tokens = torch.where(step < held[:, None], batch.history[slots[:, None], places], best[grid])
         # a draft's place in its cycle: how far its position is from the newest committed token's
-        depth = (first - self._cycle[slots] - 1).clamp(min=0, max=self._confidence.shape[2] - 1)
+        depth = (first - self._cycle[slots]).clamp(min=0, max=self._confidence.shape[2] - 1)
         confidence = self._confidence[request, start, depth] * drafts
-        # the next cycle begins at the token that the verification committed last
-        self._cycle[slots] = torch.where(drafts, self._cycle[slots], first + torch.where(verifies, held + 1, 1) - 1)
+        # the next cycle begins at the token that a verification, or the end of the prompt, just gave
+        self._cycle[slots] = torch.where(drafts, self._cycle[slots], first + held + 1)
         return SampleOutput(tokens.masked_fill(step > held[:, None], 0), held + 1, confidence)
 
     def _start(self, slots: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from aspire_llm.config import EngineConfig
 from aspire_llm.request import SamplingParams
+from aspire_llm.serving.settings import ServerSettings
 
 SAMPLING_HELP: Mapping[str, str] = {
     "n": "continuations of each prompt",
@@ -51,6 +52,15 @@ def add_engine_options(parser: argparse.ArgumentParser, *, exclude: Collection[s
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine options that were given, to be checked by `make_config`."""
     return _given(args, "engine", EngineConfig)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    _add_fields(parser.add_argument_group("server options"), "server", ServerSettings, {}, (), {})
+
+
+def server_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The server options that were given, to be checked by `make_settings`."""
+    return _given(args, "server", ServerSettings)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, defaults: Mapping[str, Any]) -> None:

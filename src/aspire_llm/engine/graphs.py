@@ -1,5 +1,5 @@
-"""CUDA graphs of the forward, keyed by padded token count alone: row metadata lies on the device, so no draft length, mix of
-rows or batch size costs a new one. The only place that is CUDA's own."""
+"""CUDA graphs of the forward, keyed by padded token count and by whether any verification is scored: row metadata lies on the
+device, so no draft length, mix of rows or batch size costs a new one. The only place that is CUDA's own."""
 
 from __future__ import annotations
 
@@ -64,27 +64,29 @@ class GraphForward:
         self._scored = scored
         self._scratch = state.num_slots
         self.pad_rows = state.num_slots + 1
-        self._graphs: dict[int, Captured] = {}
+        self._graphs: dict[tuple[int, bool], Captured] = {}
         pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
             for size in reversed(self._sizes):  # the widest first: the others fit into its memory
-                self._graphs[size] = self._capture(size, pool)
+                for verified in (True, False) if scored else (False,):
+                    self._graphs[size, verified] = self._capture(size, verified, pool)
 
     def padded(self, num_tokens: int) -> int:
         return padded_size(self._sizes, num_tokens)
 
     def run(self, step: Described, arrays: Sequence[Tensor]) -> tuple[Tensor, AttentionPlan]:
         """As `EagerForward.run`. The results are the graph's own buffers, good until its next replay."""
-        captured = self._graphs.get(arrays[-1].shape[0])
+        verified = any(step.kinds[row] is not RowKind.DRAFT for row in step.scored_rows)
+        captured = self._graphs.get((arrays[-1].shape[0], verified))
         if captured is None:
             return self._eager.run(step, arrays)
         torch._foreach_copy_(captured.arrays, list(arrays))
         captured.graph.replay()
         return captured.hidden, captured.attention
 
-    def _capture(self, size: int, pool: Any) -> Captured:
+    def _capture(self, size: int, verified: bool, pool: Any) -> Captured:
         device = self._eager.device
-        rows = [Row(self._scratch, 0, RowKind.VERIFY, min(size, 2))]
+        rows = [Row(self._scratch, 0, RowKind.VERIFY if verified or not self._scored else RowKind.DRAFT, min(size, 2))]
         described = describe(
             rows,
             [[1.0] * rows[0].num_tokens if self._scored else [0.0] * rows[0].num_tokens],

@@ -28,7 +28,7 @@ REQUEST_BUCKETS = (
     *(1920.0, 7680.0),
 )
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-LENGTH_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5)) + (1e6,)
+LENGTH_BUCKETS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
 DRAFT_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 
 
@@ -182,7 +182,8 @@ class EngineMetrics:
 
     def _count_first(self, request: Request) -> None:
         """A request's first token: its prompt is done."""
-        assert request.first_token is not None and request.first_scheduled is not None
+        assert request.first_token is not None
+        assert request.first_scheduled is not None
         self._prompt_tokens += len(request.prompt_token_ids)
         if self._prefix_caching:
             self._prefix_queries += len(request.prompt_token_ids)

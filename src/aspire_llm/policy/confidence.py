@@ -10,6 +10,7 @@ whose confidence has not come back yet (results one step late) enters S by its e
 
 The price is the request's own tokens a second, smoothed, with the batch's as prior and plain decoding's as floor. Its own,
 because each request has its tokens to make whatever the others do: the batch's total time is the sum of the requests'.
+Both are kept in units of a plain token's cost, so that they hold on when contexts grow or a batch of other lengths comes.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from aspire_llm.policy.per_request import PerRequestPolicy
 from aspire_llm.policy.rows import RowCosts
 
 PRICE_KEEP = 0.95  # of a request's past, each cycle: it remembers about 20; the batch's, 50 times more
-PRIOR_CYCLES = 5.0  # plain steps' worth of time that the batch's price counts for a request
+PRIOR_CYCLES = 5.0  # plain tokens' worth of time that the batch's price counts for a request
 BATCH_KEEP = 0.999
 
 
 class _Rate:
-    """Tokens a second, smoothed over cycles."""
+    """Tokens in the time of one plain token, smoothed over cycles."""
 
-    __slots__ = ("seconds", "tokens")
+    __slots__ = ("times", "tokens")
 
     def __init__(self) -> None:
-        self.tokens = self.seconds = 0.0
+        self.tokens = self.times = 0.0
 
-    def add(self, tokens: float, seconds: float, keep: float) -> None:
+    def add(self, tokens: float, times: float, keep: float) -> None:
         self.tokens = keep * self.tokens + tokens
-        self.seconds = keep * self.seconds + seconds
+        self.times = keep * self.times + times
 
 
 class _Cycle:
@@ -106,10 +107,10 @@ class Confidence(PerRequestPolicy):
 
     def _price(self, key: int, plain: float) -> float:
         batch, own = self._batch_rate, self._rates.get(key)
-        rate = batch.tokens / batch.seconds if batch.seconds else 0.0
+        rate = batch.tokens / batch.times if batch.times else 0.0
         if own is not None:
-            rate = (own.tokens + PRIOR_CYCLES * plain * rate) / (own.seconds + PRIOR_CYCLES * plain)
-        return max(rate, 1.0 / plain)
+            rate = (own.tokens + PRIOR_CYCLES * rate) / (own.times + PRIOR_CYCLES)
+        return max(rate, 1.0) / plain
 
     def observe_cycle(self, outcome: CycleOutcome) -> None:
         if outcome.key not in self._last_costs:
@@ -119,9 +120,9 @@ class Confidence(PerRequestPolicy):
         if outcome.drafted:
             self._cycles.pop(outcome.key, None)  # what was believed is out of date
         draft, verify = self._last_costs[outcome.key]
-        seconds = outcome.drafted * draft + verify
-        self._batch_rate.add(outcome.accepted + 1.0, seconds, BATCH_KEEP)
-        self._rates.setdefault(outcome.key, _Rate()).add(outcome.accepted + 1.0, seconds, PRICE_KEEP)
+        times = (outcome.drafted * draft + verify) / verify
+        self._batch_rate.add(outcome.accepted + 1.0, times, BATCH_KEEP)
+        self._rates.setdefault(outcome.key, _Rate()).add(outcome.accepted + 1.0, times, PRICE_KEEP)
 
     def forget(self, key: int) -> None:
         super().forget(key)

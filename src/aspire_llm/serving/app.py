@@ -12,6 +12,7 @@ from aspire_llm.serving import admin, chat, completions, errors, tokenize
 from aspire_llm.serving.live import LiveMonitor, live_router
 from aspire_llm.serving.middleware import Accounting, BodyLimit, KeyCheck
 from aspire_llm.serving.prometheus import HttpCounts, make_registry
+from aspire_llm.serving.protocol import ErrorResponse
 from aspire_llm.serving.settings import ServerSettings
 from aspire_llm.serving.state import ServerState
 
@@ -40,7 +41,9 @@ def create_app(llm: AsyncLLM | None, settings: ServerSettings, monitor: LiveMoni
     app.state.registry = make_registry(engine_metrics)
     errors.install(app)
     for router in (completions.router, chat.router, tokenize.router, admin.router):
-        app.include_router(router)
+        app.include_router(router, responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}})
+    if monitor is not None:
+        app.include_router(live_router(lambda: state.attached, monitor))
     # the last one added is the outermost
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_size, seconds=settings.read_timeout)
     app.add_middleware(KeyCheck, keys=state.keys)
@@ -62,5 +65,3 @@ def attach(app: FastAPI, llm: AsyncLLM) -> None:
     """Give the application its engine. On the application's event loop, if that runs."""
     state: ServerState = app.state.server
     state.attach(llm)
-    if app.state.monitor is not None:
-        app.include_router(live_router(llm, app.state.monitor))

@@ -45,9 +45,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         raise
     writer = ChatWriter(body, running.id, body.model or state.model_names[0], tokens, calls)
     if body.stream:
-        return EventStream(
-            writer.events(generation), write_timeout=state.settings.write_timeout, on_close=places.give_back
-        )
+        return EventStream(writer.events(generation), places.give_back)
 
     async def answer() -> Response:
         return JSONResponse(writer.whole((await generation.finals())[0]))

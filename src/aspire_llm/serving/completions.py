@@ -41,9 +41,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         raise
     writer = CompletionWriter(body, running.id, body.model or state.model_names[0], tokens)
     if body.stream:
-        return EventStream(
-            writer.events(generation), write_timeout=state.settings.write_timeout, on_close=places.give_back
-        )
+        return EventStream(writer.events(generation), places.give_back)
 
     async def answer() -> Response:
         return JSONResponse(writer.whole(await generation.finals()))

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from aspire_llm.engine.inputs import InputProcessor
 from aspire_llm.errors import UserError
 from aspire_llm.serving.protocol import ChatMessage
@@ -17,7 +19,7 @@ TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generatio
 
 def template_of(inputs: InputProcessor, *, with_tools: bool = False) -> str:
     """The text of the chat template. Raises UserError where the model has none."""
-    if getattr(inputs.tokenizer, "chat_template", None) is None:
+    if inputs.tokenizer is None or getattr(inputs.tokenizer, "chat_template", None) is None:
         raise UserError("this model has no chat template; use /v1/completions", "messages")
     template: str = inputs.tokenizer.get_chat_template(None, tools=[{}] if with_tools else None)
     return template
@@ -25,8 +27,10 @@ def template_of(inputs: InputProcessor, *, with_tools: bool = False) -> str:
 
 def check_template_options(inputs: InputProcessor, options: dict[str, Any]) -> None:
     """A template takes any name in silence: refuse those it does not use, and those that are not the caller's."""
+    if not options:
+        return
     template = template_of(inputs)
-    ours = TEMPLATE_VARIABLES | inspect.signature(inputs.tokenizer.apply_chat_template).parameters.keys()
+    ours = TEMPLATE_VARIABLES | inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
     for name in options:
         if name in ours or not name.isidentifier() or not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(

@@ -88,8 +88,7 @@ def of_validation_error(error: RequestValidationError) -> ApiError:
         return of_user_error(cause)
     if isinstance(cause, ApiError):
         return cause
-    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    name = ".".join(where) or None
+    name = _place(first, error.body)
     if first["type"] in ("json_invalid", "json_type"):
         reason = cause if isinstance(cause, str) else first["msg"]
         return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
@@ -100,9 +99,28 @@ def of_validation_error(error: RequestValidationError) -> ApiError:
     if first["type"] == "missing":
         message = f"parameter {name!r} is missing" if name else "a JSON body is needed"
         return ApiError(400, message, param=name, code="missing_required_parameter")
-    wanted = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    # a union reports what is wrong with each of its kinds
+    same = [e for e in error.errors() if _place(e, error.body) == name and e["input"] is first["input"]]
+    wanted = " or ".join(dict.fromkeys(map(_wanted, same)))
     what = f"{name} = {_brief(first['input'])}" if name else f"the body {_brief(first['input'])}"
     return ApiError(400, f"{what}: must be {wanted}", param=name)
+
+
+def _wanted(error: dict[str, Any]) -> str:
+    return str(error["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
+
+
+def _place(error: dict[str, Any], body: Any) -> str | None:
+    """The field at fault, as a path through the body; without what pydantic adds to tell a union's kinds apart."""
+    parts = []
+    at = body
+    for part in error["loc"][1:]:  # after "body", "query" or "path"
+        if (isinstance(at, dict) and part in at) or (isinstance(at, list) and isinstance(part, int) and part < len(at)):
+            at = at[part]
+            parts.append(str(part))
+        elif error["type"] == "missing" and part == error["loc"][-1]:
+            parts.append(str(part))
+    return ".".join(parts) or None
 
 
 def _brief(value: object) -> str:

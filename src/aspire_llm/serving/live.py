@@ -7,18 +7,18 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, HTTPException, Request
-from fastapi.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi import APIRouter, HTTPException
+from fastapi.responses import Response
 
 from aspire_llm.engine.async_llm import AsyncLLM
 from aspire_llm.engine.engine import Step
 from aspire_llm.serving.live_view import HISTORY, LiveView
+from aspire_llm.serving.sse import EventStream
 
 logger = logging.getLogger(__name__)
 
@@ -94,23 +94,25 @@ class LiveMonitor:
                     self._view = None
                 self._newest, self._delta, self._whole = {}, "", None
 
-    async def events(self, llm: AsyncLLM) -> AsyncIterator[str]:
-        """Server-sent events of one watcher, inside of `watch`: `snapshot`, then `delta` or `snapshot`; at the end
-        `stopped`."""
-        self._advance()
-        yield self._snapshot(llm)
-        seen, said = self._number, time.monotonic()
-        while llm.is_running and not self._closed:
-            await asyncio.sleep(INTERVAL - time.monotonic() % INTERVAL)  # all watchers wake at the same ticks
+    async def events(self, llm: AsyncLLM) -> AsyncGenerator[str, None]:
+        """Server-sent events of one watcher, who is counted until the generator is closed: `snapshot`, then `delta` or
+        `snapshot`; at the end `stopped`."""
+        with self.watch(llm):
             self._advance()
-            if seen != self._number:
-                event = self._delta if seen == self._number - 1 else self._snapshot(llm)
-                seen, said = self._number, time.monotonic()
-                yield event
-            elif time.monotonic() - said >= HEARTBEAT:
-                said = time.monotonic()
-                yield ": idle\n\n"
-        yield _event("stopped", {"reason": _reason(llm)})
+            event = self._snapshot(llm)
+            seen, said = self._number, time.monotonic()
+            yield event
+            while llm.is_running and not self._closed:
+                await asyncio.sleep(INTERVAL - time.monotonic() % INTERVAL)  # all watchers wake at the same ticks
+                self._advance()
+                if seen != self._number:
+                    event = self._delta if seen == self._number - 1 else self._snapshot(llm)
+                    seen, said = self._number, time.monotonic()
+                    yield event
+                elif time.monotonic() - said >= HEARTBEAT:
+                    said = time.monotonic()
+                    yield ": idle\n\n"
+            yield _event("stopped", {"reason": _reason(llm)})
 
     def _advance(self) -> None:
         """Build the frame of this tick, if no watcher has yet."""
@@ -137,22 +139,10 @@ class LiveMonitor:
         return self._whole[1]
 
 
-class _LiveStream(StreamingResponse):
-    """The events of one watcher, who is counted for as long as the response lasts, however it ends."""
-
-    def __init__(self, llm: AsyncLLM, monitor: LiveMonitor) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(monitor.events(llm), media_type="text/event-stream", headers=headers)
-        self._llm, self._monitor = llm, monitor
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._monitor.watch(self._llm):
-            await super().__call__(scope, receive, send)
-
-
-def live_router(llm: AsyncLLM, monitor: LiveMonitor) -> APIRouter:
+def live_router(engine: Callable[[], AsyncLLM | None], monitor: LiveMonitor) -> APIRouter:
     """`/` (the page), `/static/…` (its files) and `/live/events`. Give `monitor.on_step` to the AsyncLLM.
 
+    engine: None while it is still being loaded; the page is there already, and waits.
     The events hold request ids and counts, never text. The page sends the API key, if its user gave one, with each.
     """
     router = APIRouter(include_in_schema=False)
@@ -169,8 +159,11 @@ def live_router(llm: AsyncLLM, monitor: LiveMonitor) -> APIRouter:
         return _file(files[name])
 
     @router.get("/live/events")
-    async def events(request: Request) -> Response:
-        return _LiveStream(llm, monitor)
+    async def events() -> Response:
+        llm = engine()
+        if llm is None:
+            raise HTTPException(503, "the model is being loaded")
+        return EventStream(monitor.events(llm), write_timeout=WRITE_TIMEOUT, on_close=lambda: None)
 
     return router
 

@@ -135,8 +135,9 @@ class LiveView:
     def _tenant(self, row: Row) -> Lane | None:
         """The lane of a row's request; None for one that has left, or that came and went within one step."""
         epoch, lane = self._in_slot.get(row.slot, (-1, None))
-        if epoch == row.epoch:
-            return lane
+        if lane is not None and epoch == row.epoch:
+            # a late result of a request that was preempted meanwhile was dropped
+            return lane if lane.request.slot == row.slot or lane.request.finished else None
         for request in self._engine.scheduler.running:
             if request.slot == row.slot and request.epoch == row.epoch:
                 lane = self._lanes.setdefault(request.key, Lane(request))

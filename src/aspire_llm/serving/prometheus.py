@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, generate_latest
@@ -11,14 +11,17 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+)
+from prometheus_client.core import (
     Metric as Family,
 )
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from aspire_llm.engine.metrics import Counter, Gauge, Histogram, Metric, Vector
 
 LABEL = "model_name"
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 MetricsSource = Callable[[], tuple[str, list[Metric]] | None]  # the model's name and its metrics; None: no engine yet
 
 
@@ -41,32 +44,34 @@ class EngineCollector(Collector):
         return ()
 
 
-def family(model: str, metrics: list[Metric]) -> Family:
+def family(model: str, metrics: Sequence[Metric]) -> Family:
     """Metrics of one name, which differ in their labels."""
     first = metrics[0]
     labels = [LABEL, *first.labels]
-    made: Family
-    match first:
-        case Counter():
-            made = CounterMetricFamily(first.name, first.help, labels=labels)
-        case Vector():
-            made = CounterMetricFamily(first.name, first.help, labels=[*labels, "position"])
-        case Gauge():
-            made = GaugeMetricFamily(first.name, first.help, labels=labels)
-        case Histogram():
-            made = HistogramMetricFamily(first.name, first.help, labels=labels)
-        case _:
-            raise TypeError(f"metric {first.name} is of no known kind: {type(first).__name__}")
-    for metric in metrics:
-        values = [model, *metric.labels.values()]
-        if isinstance(metric, Counter | Gauge):
-            made.add_metric(values, metric.value)  # type: ignore[attr-defined]
-        elif isinstance(metric, Vector):
+    if isinstance(first, Histogram):
+        histogram = HistogramMetricFamily(first.name, first.help, labels=labels)
+        for metric in metrics:
+            assert isinstance(metric, Histogram)
+            histogram.add_metric([model, *metric.labels.values()], list(metric.buckets.items()), metric.sum)
+        return histogram
+    if isinstance(first, Gauge):
+        gauge = GaugeMetricFamily(first.name, first.help, labels=labels)
+        for metric in metrics:
+            assert isinstance(metric, Gauge)
+            gauge.add_metric([model, *metric.labels.values()], metric.value)
+        return gauge
+    if isinstance(first, Vector):
+        vector = CounterMetricFamily(first.name, first.help, labels=[*labels, "position"])
+        for metric in metrics:
+            assert isinstance(metric, Vector)
             for position, value in enumerate(metric.values):
-                made.add_metric([*values, str(position)], value)  # type: ignore[attr-defined]
-        elif isinstance(metric, Histogram):
-            made.add_metric(values, list(metric.buckets.items()), metric.sum)  # type: ignore[attr-defined]
-    return made
+                vector.add_metric([model, *metric.labels.values(), str(position)], value)
+        return vector
+    counter = CounterMetricFamily(first.name, first.help, labels=labels)
+    for metric in metrics:
+        assert isinstance(metric, Counter)
+        counter.add_metric([model, *metric.labels.values()], metric.value)
+    return counter
 
 
 class HttpCounts:

@@ -186,8 +186,8 @@ class CompletionRequest(Generate):
         if not self.prompt:
             raise UserError("prompt is empty; at least 1 token is needed", "prompt")
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+            return [self.prompt]
+        return self.prompt
 
 
 class FunctionCall(Body):
@@ -317,3 +317,16 @@ class DetokenizeRequest(Body):
 
 class AbortRequest(Body):
     request_id: Annotated[str, Field(min_length=1)]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """What every answer with a status of 400 and above looks like."""
+
+    error: ErrorDetail

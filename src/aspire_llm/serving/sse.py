@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -15,8 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
-logger = logging.getLogger("aspire_llm.serving")
-
 DONE = "data: [DONE]\n\n"
 
 
@@ -25,21 +22,15 @@ def event(value: Any) -> str:
 
 
 class EventStream(Response):
-    """Sends events as they come. When the client leaves, stops reading, or the server ends it, `events` is closed.
-
-    write_timeout: seconds that one event may take to be taken by the client. on_close: called once, at the end.
-    """
+    """Sends events as they come. When the client leaves or the server ends it, `events` is closed, then on_close called."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncGenerator[str, None], *, write_timeout: float, on_close: Callable[[], None]
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], on_close: Callable[[], None]) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
         self._events = events
-        self._write_timeout = write_timeout
         self._on_close = on_close
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
@@ -48,16 +39,13 @@ class EventStream(Response):
         try:
             async with aclosing(self._events):
                 await either(self._write(send), client_leaves(receive))
-        except TimeoutError:
-            logger.warning("a client left its stream unread for %g s", self._write_timeout)
         finally:
             self._on_close()
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for text in self._events:
-            async with asyncio.timeout(self._write_timeout):
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -69,7 +57,8 @@ async def client_leaves(receive: Receive) -> None:
 
 async def either(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, None]) -> T | None:
     """The result of `work`, or None if `end` came first; then, or when cancelled, the work is cancelled and waited for."""
-    tasks = working, ending = asyncio.create_task(work), asyncio.create_task(end)
+    working = asyncio.create_task(work)
+    tasks = working, asyncio.create_task(end)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None

@@ -17,6 +17,8 @@ from aspire_llm.request import StructuredOutputsParams
 from aspire_llm.serving.protocol import ChatRequest, NamedToolChoice, Tool
 
 Format = Literal["hermes", "llama3_json"]
+# how models are taught to write calls; left free, a weak one may write blanks without end
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 BETWEEN = " \n\t\r;"  # calls of Llama
 
 
@@ -231,13 +233,11 @@ class ToolCalls:
         if isinstance(self._choice, NamedToolChoice):
             chosen = [tool for tool in self._tools if tool.function.name == self._choice.function.name]
         key = "arguments" if self._form == "hermes" else "parameters"
-        schema = json.dumps({"anyOf": [_call_schema(tool, key) for tool in chosen]})
+        schema: dict[str, Any] = {"anyOf": [_call_schema(tool, key) for tool in chosen], "x-guidance": SPACING}
         if self._form == "llama3_json":
-            return StructuredOutputsParams(json=json.loads(schema))
+            return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
         more = "" if self._most == 1 or isinstance(self._choice, NamedToolChoice) else ' ("\\n" call)*'
-        lark = (
-            f'start: call{more}\ncall: "{HermesParser.OPEN}\\n" body "\\n{HermesParser.CLOSE}"\nbody: %json {schema}\n'
-        )
+        lark = f'start: call{more}\ncall: "{HermesParser.OPEN}\\n" body "\\n{HermesParser.CLOSE}"\nbody: %json {json.dumps(schema)}\n'
         return StructuredOutputsParams(grammar=lark)
 
 

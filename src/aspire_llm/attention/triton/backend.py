@@ -23,6 +23,7 @@ LOG2_E = 1.4426950408889634
 HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 TILE_ROWS = 64  # packed rows of every tile but the last kind
+SCORE_PROGRAMS = 32  # of one row's scores: most rows of a step have none, and their programs only start and end
 WIDE_ROWS = 72  # packed rows of a row's only tile, at most
 
 
@@ -55,6 +56,11 @@ class TritonPlan:
     score_layers: frozenset[int]
     score_places: dict[tuple[int, ...], Tensor]  # the backend's, kept between plans
     layers_run: list[int] = field(default_factory=list)
+
+    @property
+    def drafts_alone(self) -> bool:
+        """Whether only draft rows are scored, and so only refresh layers."""
+        return all(self.batch.kinds[row] is RowKind.DRAFT for row in self.batch.scored_rows)
 
     @property
     def scores(self) -> Mapping[int, Tensor]:
@@ -243,7 +249,8 @@ class TritonBackend:
         """Attention alone, K and V being in the cache, into out [T, query heads, D]; and the scores where they are wanted."""
         if q.shape[0] == 0:
             return
-        scored = layer in self.score_index and bool(plan.batch.scored_rows)
+        scored = layer in self.refresh_layers if plan.drafts_alone else layer in self.score_index
+        scored = scored and bool(plan.batch.scored_rows)
         self._attend(plan.batch, layer, q, out, scored)
         self._combine(plan.batch, layer, out)
         if scored:
@@ -280,7 +287,8 @@ class TritonBackend:
     def _score(self, batch: AttentionBatch, layer: int) -> None:
         block_n = self.tuning.block_n
         blocks = max(1, 512 // block_n)
-        scores_kernel[(triton.cdiv(self.max_len, blocks * block_n), batch.slots.shape[0])](
+        programs = min(SCORE_PROGRAMS, triton.cdiv(self.max_len, blocks * block_n))
+        scores_kernel[(programs, batch.slots.shape[0])](
             self.score_p, self.score_max, self.lse, batch.score_weights, batch.positions,
             self.entry_token, self.row_entries, self.score_ends[layer], self.layer_scores[self.score_index[layer]],
             self.max_len, self.score_len, self.score_blocks, NUM_HEADS=self.num_heads,

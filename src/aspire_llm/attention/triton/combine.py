@@ -98,42 +98,43 @@ def scores_kernel(
     WINDOW: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr,
 ):
-    """Grid (max_len / (BLOCKS * BLOCK_N), R): sum over the row's scored tokens of weight * mean over heads of the probability."""
+    """Grid (programs, R), each program a share of the positions: sum over the row's scored tokens of weight * mean over heads of
+    the probability."""
     row = tl.program_id(1)
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    low = tl.program_id(0) * (BLOCKS * BLOCK_N)
     end = tl.load(score_ends + row * 2)
-    if low >= tl.maximum(end, tl.load(score_ends + row * 2 + 1)):  # nothing here, now or the last time
-        return
-    n = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    # Heads are summed once, at the end: they lie across lanes.
-    total = tl.zeros([HEADS_AT_ONCE, BLOCKS, BLOCK_N], tl.float32)
-    if low < end:
-        for entry in range(tl.load(row_entries + row * 2), tl.load(row_entries + row * 2 + 1)):
-            token = tl.load(entry_token + entry)
-            position = tl.load(positions + token).to(tl.int32)
-            weight = tl.load(weights + token) / NUM_HEADS
-            seen = n <= position
-            if WINDOW > 0:
-                seen = seen & (n > position - WINDOW)
-            some = tl.max(seen.to(tl.int32), 1) > 0
-            for first in tl.static_range(0, NUM_HEADS, HEADS_AT_ONCE):
-                head = first + tl.arange(0, HEADS_AT_ONCE)
-                real = head < NUM_HEADS
-                line = (entry * NUM_HEADS + head).to(tl.int64)
-                maxima = tl.load(
-                    score_max + line[:, None] * score_blocks + block[None, :],
-                    mask=real[:, None] & some[None, :],
-                    other=float("-inf"),
-                )
-                sums = tl.load(lse + token * NUM_HEADS + head, mask=real, other=0.0)
-                # Masked by whole blocks, so that loads stay 16 bytes wide.
-                p = tl.load(
-                    score_p + line[:, None, None] * score_len + n[None, :, :],
-                    mask=real[:, None, None] & some[None, :, None],
-                    other=0.0,
-                )
-                p = tl.where(seen[None, :, :], p.to(tl.float32), 0.0)
-                factor = tl.exp2(maxima - sums[:, None]) * weight
-                total += p * factor[:, :, None]
-    tl.store(scores + row.to(tl.int64) * max_len + n, tl.sum(total, 0), mask=n < max_len)
+    last = tl.maximum(end, tl.load(score_ends + row * 2 + 1))  # what was written the last time is cleared
+    width = BLOCKS * BLOCK_N
+    for low in range(tl.program_id(0) * width, last, tl.num_programs(0) * width):
+        block = low // BLOCK_N + tl.arange(0, BLOCKS)
+        n = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        # Heads are summed once, at the end: they lie across lanes.
+        total = tl.zeros([HEADS_AT_ONCE, BLOCKS, BLOCK_N], tl.float32)
+        if low < end:
+            for entry in range(tl.load(row_entries + row * 2), tl.load(row_entries + row * 2 + 1)):
+                token = tl.load(entry_token + entry)
+                position = tl.load(positions + token).to(tl.int32)
+                weight = tl.load(weights + token) / NUM_HEADS
+                seen = n <= position
+                if WINDOW > 0:
+                    seen = seen & (n > position - WINDOW)
+                some = tl.max(seen.to(tl.int32), 1) > 0
+                for first in tl.static_range(0, NUM_HEADS, HEADS_AT_ONCE):
+                    head = first + tl.arange(0, HEADS_AT_ONCE)
+                    real = head < NUM_HEADS
+                    line = (entry * NUM_HEADS + head).to(tl.int64)
+                    maxima = tl.load(
+                        score_max + line[:, None] * score_blocks + block[None, :],
+                        mask=real[:, None] & some[None, :],
+                        other=float("-inf"),
+                    )
+                    sums = tl.load(lse + token * NUM_HEADS + head, mask=real, other=0.0)
+                    # Masked by whole blocks, so that loads stay 16 bytes wide.
+                    p = tl.load(
+                        score_p + line[:, None, None] * score_len + n[None, :, :],
+                        mask=real[:, None, None] & some[None, :, None],
+                        other=0.0,
+                    )
+                    p = tl.where(seen[None, :, :], p.to(tl.float32), 0.0)
+                    factor = tl.exp2(maxima - sums[:, None]) * weight
+                    total += p * factor[:, :, None]
+        tl.store(scores + row.to(tl.int64) * max_len + n, tl.sum(total, 0), mask=n < max_len)

@@ -15,7 +15,10 @@ const stream = new LiveStream(headers, onEvent, showStatus);
 let paused = false;
 
 function onEvent(name, frame) {
-  if (name === "snapshot") byId("engine").textContent = `${frame.model}, method ${frame.method}`;
+  if (name === "snapshot") {
+    byId("engine").textContent = `${frame.model}, method ${frame.method}`;
+    if (chat.model === null) chat.findModel().then(showExample); // before, it was being loaded
+  }
   numbers.update(frame);
   lanes.update(frame, name === "snapshot");
 }
@@ -65,7 +68,6 @@ byId("copy").addEventListener("click", copyExample);
 byId("api-key").addEventListener("change", () => {
   stream.stop();
   connect();
-  chat.findModel().then(showExample);
 });
 document.addEventListener("visibilitychange", () => (document.hidden ? stream.stop() : connect()));
 document.addEventListener("keydown", (event) => {
@@ -79,4 +81,3 @@ document.addEventListener("keydown", (event) => {
 
 connect();
 showExample();
-chat.findModel().then(showExample);

@@ -81,8 +81,8 @@ export class Lanes {
     const find = (name) => lane.row.querySelector(name);
     find(".id").textContent = lane.id;
     find(".id").title = lane.id;
-    find(".rate").textContent = mean === null ? "" : `×${mean.toFixed(1)}`;
-    find(".rate").title = "mean accepted length, recent steps";
+    find(".rate").textContent = mean === null ? "" : `${mean.toFixed(1)} a cycle`;
+    find(".rate").title = "tokens gained by a verification that had drafts, mean of the recent steps";
     find(".counts").textContent = `${lane.prompt.toLocaleString("en")} + ${lane.output.toLocaleString("en")} tokens${lane.endedAt ? ` · ${lane.reason}` : state}`;
     lane.row.dataset.cells = lane.cells.length;
     lane.canvas.setAttribute("aria-label",

@@ -4,7 +4,7 @@
 import { errorMessage, serverSentEvents } from "./sse.js";
 
 const SILENCE = 15000; // ms; the server says something every 5 s
-const LONGEST_WAIT = 8000;
+const LONGEST_WAIT = 4000;
 
 export class LiveStream {
   // onEvent(name, data); onStatus(state, text): live, connecting, reconnecting, stopped
@@ -62,7 +62,7 @@ export class LiveStream {
       if (abort.signal.aborted) return;
       if (stopped) this.onStatus("stopped", `Engine stopped: ${problem}`);
       else this.onStatus("reconnecting", `Reconnecting: ${problem}`);
-      await pause(stopped ? LONGEST_WAIT : Math.min(LONGEST_WAIT, 500 * 2 ** failures), abort.signal);
+      await pause(stopped ? LONGEST_WAIT / 2 : Math.min(LONGEST_WAIT, 500 * 2 ** failures), abort.signal);
     }
   }
 
