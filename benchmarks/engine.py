@@ -166,6 +166,13 @@ def exact(report: dict[str, Any]) -> None:
         return [o.outputs[0].token_ids for o in outputs], outputs
 
     plain, _ = tokens(method="plain")
+    scored = LLM(folder, loaded=base.model, **{**options, "method": "plain"}).generate(
+        prompts, params.model_copy(update={"logprobs": 2})
+    )
+    gaps = [[entry.top[0][1] - entry.top[1][1] for entry in o.outputs[0].logprobs or ()] for o in scored]
+    ordered = sorted(gap for request in gaps for gap in request)
+    report["median_margin"] = ordered[len(ordered) // 2]
+    print(f"margin between the two best log-probabilities: median {report['median_margin']:.3f}", flush=True)
     rows: dict[str, Any] = {}
     for name, changes in {
         "plain, eager": {"method": "plain", "enforce_eager": True},
@@ -180,7 +187,9 @@ def exact(report: dict[str, Any]) -> None:
         ours, outputs = tokens(**changes)
         same = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), len(x)) for x, y in zip(ours, plain)]
         spec = [o.metrics.speculative_decoding for o in outputs]
+        margins = [round(gaps[i][at], 4) for i, at in enumerate(same) if at < len(gaps[i])]
         rows[name] = {
+            "margins_where_they_part": margins,
             "requests_equal": sum(x == y for x, y in zip(ours, plain)), "of": len(plain), "first_difference": same,
             "drafted": sum(s["num_draft_tokens"] for s in spec), "accepted": sum(s["num_accepted_draft_tokens"] for s in spec),
         }  # fmt: skip

@@ -96,9 +96,7 @@ class Served:
 
 
 @contextmanager
-def served(
-    llm: AsyncLLM, monitor: Any = None, *, send_buffer: int | None = None, **settings: Any
-) -> Iterator[Served]:
+def served(llm: AsyncLLM, monitor: Any = None, *, send_buffer: int | None = None, **settings: Any) -> Iterator[Served]:
     """Leaves nothing behind, and checks that."""
     made = make_settings(**{"port": 0, "served_model_name": NAME, "log_level": "warning", **settings})
     app = create_app(llm, made, monitor)

@@ -102,11 +102,13 @@ BAD_TEXT: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"prompt": None}, "prompt", ()),
 ]
 TOOL = {"type": "function", "function": {"name": "f"}}
+IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+BROKEN_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
 BAD_CHAT: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"messages": []}, "messages", ("empty",)),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", ("king",)),
     ({"messages": [{"role": "user"}]}, "messages.0.content", ()),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content", ("image_url",)),
+    ({"messages": [{"role": "user", "content": IMAGE}]}, "messages.0.content", ("image_url",)),
     ({"messages": [{"role": "user", "content": "refuse"}]}, "messages", ("no",)),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", ("3", "4")),
     ({"top_logprobs": 3}, "top_logprobs", ("logprobs",)),
@@ -121,8 +123,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", ()),
     ({"continue_final_message": True}, "continue_final_message", ()),
     ({"store": True}, "store", ()),
-    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}]}]}, "messages.0.tool_calls", ("JSON",)),
-]  # fmt: skip
+    ({"messages": [{"role": "assistant", "tool_calls": [BROKEN_CALL]}]}, "messages.0.tool_calls", ("JSON",)),
+]
 
 
 @pytest.mark.parametrize(("body", "param", "words"), BAD_TEXT, ids=lambda v: str(v)[:40])
@@ -253,7 +255,11 @@ def test_request_ids(client: httpx.Client) -> None:
 
 
 def test_cors(client: httpx.Client) -> None:
-    ask = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}  # fmt: skip
+    ask = {
+        "Origin": "http://page.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
     with httpx.Client(base_url=client.base_url) as page:
         allowed = page.options(TEXT, headers=ask)
         assert allowed.status_code == 200

@@ -63,7 +63,9 @@ def events_of(stream: httpx.Response) -> list[Any]:
 def test_a_client_that_leaves_ends_its_request_within_a_step(slow: AsyncLLM, brake: Brake, stream: bool) -> None:
     with served(slow) as server:
         body = json.dumps({**LONG, "stream": stream, "n": 3}).encode()
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head.encode() + body)
             while brake.steps < 4:
@@ -156,7 +158,9 @@ def test_a_client_that_does_not_read(caplog: pytest.LogCaptureFixture) -> None:
     llm = engine(MODEL)
     with served(llm, write_timeout=0.5, send_buffer=32768) as server:
         body = json.dumps({**LONG, "max_tokens": 300, "stream": True, "logprobs": 50}).encode()
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", server.port))

@@ -133,9 +133,11 @@ def test_schemathesis_finds_no_server_error(tmp_path: Path) -> None:
     llm = engine(served_model(), max_model_len=64, max_num_seqs=16)
     with served(llm, max_queue=16) as server:
         done = subprocess.run(
-            [str(Path(sys.executable).parent / "schemathesis"), "run", f"{server.url}/openapi.json"]
-            + ["--checks", "not_a_server_error", "--max-examples", "12", "--phases", "examples,coverage,fuzzing"]
-            + ["--mode", "all", "--seed", "1", "--workers", "1", "--request-timeout", "20", "--no-color"],
+            [
+                *(str(Path(sys.executable).parent / "schemathesis"), "run", f"{server.url}/openapi.json"),
+                *("--checks", "not_a_server_error", "--max-examples", "12", "--phases", "examples,coverage,fuzzing"),
+                *("--mode", "all", "--seed", "1", "--workers", "1", "--request-timeout", "20", "--no-color"),
+            ],
             capture_output=True,
             text=True,
             timeout=240,

@@ -240,9 +240,9 @@ def test_errors_are_the_clients_own(client: OpenAI, server: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="max_model_len") as long:
         client.completions.create(model=NAME, prompt="x" * 2000)
     assert long.value.code == "context_length_exceeded"
-    with OpenAI(base_url=f"{server.url}/v1", api_key="sk-wrong", max_retries=0) as stranger:
-        with pytest.raises(openai.AuthenticationError):
-            stranger.models.list()
+    stranger = OpenAI(base_url=f"{server.url}/v1", api_key="sk-wrong", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("org/other")
 
@@ -272,8 +272,10 @@ def test_langchain(server: Served) -> None:
 def test_curl(server: Served) -> None:
     body = {"model": NAME, "prompt": "Hi", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
     done = subprocess.run(
-        ["curl", "-sS", "-N", "-i", f"{server.url}/v1/completions", "-H", f"Authorization: Bearer {KEY}"]
-        + ["-H", "Content-Type: application/json", "-H", "X-Request-Id: mine-1", "-d", json.dumps(body)],
+        [
+            *("curl", "-sS", "-N", "-i", f"{server.url}/v1/completions", "-H", f"Authorization: Bearer {KEY}"),
+            *("-H", "Content-Type: application/json", "-H", "X-Request-Id: mine-1", "-d", json.dumps(body)),
+        ],
         capture_output=True,
         check=True,
         timeout=60,

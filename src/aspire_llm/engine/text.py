@@ -20,6 +20,7 @@ class StopAwareText:
     def text(self) -> str:
         if self._text is None:
             self._text = "".join(self._parts)
+            self._parts = [self._text]  # read after every step: joined once
         return self._text
 
     def push(self, token_id: int, *, ends: bool, may_stop: bool) -> str | None:

@@ -89,7 +89,8 @@ def load_model(
             files = weight_files(folder.path)
             decoder = Decoder(parts.config, dtype=dtype, device=device)
             load_weights(decoder, files)
-            identity = _weights_identity(files)
+            # a converted file is what the hash of its source says (the folder's name), whichever library wrote it
+            identity = folder.path.name if folder.converted else _weights_identity(files)
     except torch.OutOfMemoryError as error:
         raise UserError(f"model {source} in {dtype} does not fit into the memory of {device}", "model") from error
     return LoadedModel(
@@ -172,8 +173,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(config: DecoderConfig, weights_identity: str) -> str:
-    """A stable hash of a model's shape and weights, for files that belong to one model."""
-    shape = {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    """A stable hash of a model's shape and weights, for files that belong to one model. Numbers count to five digits, so that
+    it does not depend on how a machine rounds."""
+
+    def written(value: object) -> str:
+        if isinstance(value, tuple):
+            return " ".join(written(part) for part in value)
+        return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+    shape = {field.name: written(getattr(config, field.name)) for field in dataclasses.fields(config)}
     return hashlib.sha256(json.dumps([shape, weights_identity], sort_keys=True).encode()).hexdigest()[:32]
 
 

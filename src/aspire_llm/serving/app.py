@@ -10,7 +10,7 @@ from aspire_llm.engine.async_llm import AsyncLLM
 from aspire_llm.engine.metrics import Metric
 from aspire_llm.serving import admin, chat, completions, errors, tokenize
 from aspire_llm.serving.live import LiveMonitor, live_router
-from aspire_llm.serving.middleware import Accounting, BodyLimit, KeyCheck
+from aspire_llm.serving.middleware import Accounting, BodyLimit, KeyCheck, Turns
 from aspire_llm.serving.prometheus import HttpCounts, make_registry
 from aspire_llm.serving.protocol import ErrorResponse
 from aspire_llm.serving.settings import ServerSettings
@@ -45,6 +45,7 @@ def create_app(llm: AsyncLLM | None, settings: ServerSettings, monitor: LiveMoni
     if monitor is not None:
         app.include_router(live_router(lambda: state.attached, monitor))
     # the last one added is the outermost
+    app.add_middleware(Turns)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_size, seconds=settings.read_timeout)
     app.add_middleware(KeyCheck, keys=state.keys)
     if settings.cors_allow_origins:

@@ -20,7 +20,7 @@ from aspire_llm.serving.generation import Cursor, Generation, metrics, prepare, 
 from aspire_llm.serving.logprobs import TokenText, chat_logprobs, prompt_logprobs
 from aspire_llm.serving.protocol import ChatRequest
 from aspire_llm.serving.sse import DONE, EventStream, event, while_connected
-from aspire_llm.serving.state import Running, ServerState, new_id, state_of, x_request_id
+from aspire_llm.serving.state import Running, ServerState, end_turn, new_id, state_of, x_request_id
 from aspire_llm.serving.tools import Call, Format, ToolCalls, ToolParser, find_format
 
 router = APIRouter()
@@ -46,6 +46,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     writer = ChatWriter(body, running.id, body.model or state.model_names[0], tokens, calls)
     if body.stream:
         return EventStream(writer.events(generation), places.give_back)
+
+    end_turn(request)
 
     async def answer() -> Response:
         return JSONResponse(writer.whole((await generation.finals())[0]))

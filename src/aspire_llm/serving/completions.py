@@ -17,7 +17,7 @@ from aspire_llm.serving.generation import Cursor, Generation, metrics, prepare, 
 from aspire_llm.serving.logprobs import TokenText, completion_logprobs, prompt_logprobs
 from aspire_llm.serving.protocol import CompletionRequest
 from aspire_llm.serving.sse import DONE, EventStream, event, while_connected
-from aspire_llm.serving.state import Running, new_id, state_of, x_request_id
+from aspire_llm.serving.state import Running, end_turn, new_id, state_of, x_request_id
 
 router = APIRouter()
 
@@ -42,6 +42,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     writer = CompletionWriter(body, running.id, body.model or state.model_names[0], tokens)
     if body.stream:
         return EventStream(writer.events(generation), places.give_back)
+
+    end_turn(request)
 
     async def answer() -> Response:
         return JSONResponse(writer.whole(await generation.finals()))

@@ -163,7 +163,7 @@ def live_router(engine: Callable[[], AsyncLLM | None], monitor: LiveMonitor) -> 
         llm = engine()
         if llm is None:
             raise HTTPException(503, "the model is being loaded")
-        return EventStream(monitor.events(llm), write_timeout=WRITE_TIMEOUT, on_close=lambda: None)
+        return EventStream(monitor.events(llm), on_close=lambda: None)
 
     return router
 

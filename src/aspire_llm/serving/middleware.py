@@ -172,3 +172,44 @@ class BodyLimit:
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, replay, send)
+
+
+class Turns:
+    """Lets a few requests at a time through parsing and checking, which takes a millisecond or two each: in a burst, probes
+    and running streams get their turn in between. Requests go on to run all at once."""
+
+    AT_ONCE = 8
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._places = asyncio.Semaphore(self.AT_ONCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] == "GET":
+            await self._app(scope, receive, send)
+            return
+        await self._places.acquire()
+        turn = Turn(self._places)
+        scope["aspire_llm.turn"] = turn
+
+        async def end_and_send(message: Message) -> None:
+            turn.end()
+            await send(message)
+
+        try:
+            await self._app(scope, receive, end_and_send)
+        finally:
+            turn.end()
+
+
+class Turn:
+    """Ends when a request's answer begins, or when the endpoint says that only waiting is left."""
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places = places
+        self._ended = False
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._places.release()

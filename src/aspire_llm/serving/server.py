@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from aspire_llm.serving.state import ServerState
 logger = logging.getLogger("aspire_llm.serving")
 
 AFTER_ABORT = 5.0  # seconds for aborted requests to say goodbye
+SWITCH_SECONDS = 0.0005
 MOST_HEADER_BYTES = 64 * 1024
 
 
@@ -149,6 +151,9 @@ def serve(settings: ServerSettings, load: Callable[[Callable[..., None] | None],
 
     Raises UserError for settings that cannot be used, a port that is taken, and what `load` raises.
     """
+    # The engine's thread and the event loop take turns. At Python's 5 ms, every write to a socket may wait so long for the
+    # engine: with 500 streams on two cores, /health took 17 ms in the median, and 11 ms so.
+    sys.setswitchinterval(SWITCH_SECONDS)
     asyncio.run(_serve(settings, load))
 
 

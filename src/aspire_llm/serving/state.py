@@ -182,5 +182,10 @@ def x_request_id(request: Request) -> str:
     return name
 
 
+def end_turn(request: Request) -> None:
+    """The request is checked: others may be, while it runs. See `middleware.Turns`."""
+    request.scope["aspire_llm.turn"].end()
+
+
 def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"

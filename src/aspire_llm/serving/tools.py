@@ -237,7 +237,8 @@ class ToolCalls:
         if self._form == "llama3_json":
             return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
         more = "" if self._most == 1 or isinstance(self._choice, NamedToolChoice) else ' ("\\n" call)*'
-        lark = f'start: call{more}\ncall: "{HermesParser.OPEN}\\n" body "\\n{HermesParser.CLOSE}"\nbody: %json {json.dumps(schema)}\n'
+        opening, closing = f'"{HermesParser.OPEN}\\n"', f'"\\n{HermesParser.CLOSE}"'
+        lark = f"start: call{more}\ncall: {opening} body {closing}\nbody: %json {json.dumps(schema)}\n"
         return StructuredOutputsParams(grammar=lark)
 
 

@@ -19,7 +19,7 @@ from aspire_llm.cli.progress import ProgressBars
 from aspire_llm.errors import UserError
 
 PRESETS = ("demo",)
-DEFAULT_METHODS = ("plain", "aspire")
+DEFAULT_METHODS = ("plain", "vegas", "aspire-ema", "aspire")
 DEFAULT_MAX_TOKENS = 128
 MOST_AT_ONCE = 64
 
