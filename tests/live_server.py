@@ -15,7 +15,7 @@ from aspire_llm import SamplingParams
 from aspire_llm.models.load import LoadedModel
 from aspire_llm.serving.live import LiveMonitor
 from serving_server import Served, engine, served, served_model
-from tiny import FixedCost
+from tiny import FixedCost, always_draft_to
 
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = [
@@ -62,7 +62,9 @@ class Live:
 @contextmanager
 def live_server(*, port: int = 0, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Live]:
     monitor = LiveMonitor()
-    defaults = {"method": "aspire", "context": "window", "draft_tokens": None, "cost": FixedCost(2e-4, 1e-5, 5e-4)}
+    # fixed lengths, so that every kind of row comes soon; the method is one that shows its cost model
+    defaults: dict[str, Any] = {"method": "aspire", "draft_tokens": None, "cost": FixedCost(2e-4, 1e-5, 5e-4)}
+    defaults["policy_object"] = always_draft_to(4)
     llm = engine(drafting_model(), on_step=monitor.on_step, **(defaults | options))
     try:
         with served(llm, monitor, port=port, shutdown_grace=0, **(settings or {})) as server:

@@ -189,6 +189,9 @@ def test_a_model_that_cannot_be_loaded_and_a_port_that_is_taken() -> None:
         with pytest.raises(UserError, match=f"port {taken.getsockname()[1]}") as refused:
             serve(make_settings(port=taken.getsockname()[1]), load)
         assert refused.value.parameter == "port"
+    for options in ({"ssl_certfile": "absent.pem"}, {"ssl_keyfile": "alone.pem"}):
+        with pytest.raises(UserError, match=next(iter(options))):
+            serve(make_settings(port=0, **options), load)
     with pytest.raises(UserError, match="host"):
         serve(make_settings(host="no.such.host.invalid"), load)
     sys.setswitchinterval(interval)

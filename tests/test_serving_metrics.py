@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aspire_llm import LLM, SamplingParams
@@ -110,10 +111,13 @@ def test_counts_are_those_of_the_outputs() -> None:
 
 
 def test_predicted_and_measured_time_of_steps() -> None:
-    llm = local_engine(method="aspire")
+    options: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory": 8 << 20, "block_size": 16}
+    llm = LLM(NAME, loaded=MODEL, method="aspire", calibrate=False, **options)
     llm.generate("x" * 30, SamplingParams(max_tokens=20, ignore_eos=True))
     found = llm.get_metrics()
-    assert value(found, "aspire:step_measured_seconds") > 0
+    measured = value(found, "aspire:step_measured_seconds")
+    assert measured == pytest.approx(histogram(found, "aspire:step_seconds").sum)
+    assert measured / 100 < value(found, "aspire:step_predicted_seconds") < measured * 100
     assert histogram(found, "aspire:step_seconds").count == value(found, "aspire:steps")
     plain = local_engine(method="plain").get_metrics()
     assert not [m for m in plain if m.name == "aspire:step_predicted_seconds"]  # nothing predicts there

@@ -82,10 +82,10 @@ class EngineThread:
             while self._obey(wait=not self._engine.has_work):
                 if self._engine.has_work:
                     step = self._engine.step()
+                    if self._on_step is not None:  # first: who hears of an end finds it counted
+                        self._on_step(step)
                     for progress in step.progress:
                         self._tell(progress.request)
-                    if self._on_step is not None:
-                        self._on_step(step)
         except BaseException as error:  # a bug or a dead device: nobody must wait for ever
             self.failure = error
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable
@@ -158,6 +159,7 @@ def serve(settings: ServerSettings, load: Callable[[Callable[..., None] | None],
 
 
 async def _serve(settings: ServerSettings, load: Callable[[Callable[..., None] | None], AsyncLLM]) -> None:
+    check_certificate(settings)
     monitor = LiveMonitor() if settings.live_page else None
     app = create_app(None, settings, monitor)
     listener = listen(settings)
@@ -202,6 +204,19 @@ def _settle(future: asyncio.Future[AsyncLLM], llm: AsyncLLM | None, error: BaseE
         future.set_result(llm)
     elif error is not None:
         future.set_exception(error)
+
+
+def check_certificate(settings: ServerSettings) -> None:
+    """Raises UserError where HTTPS is asked for and cannot be had."""
+    if settings.ssl_certfile is None:
+        if settings.ssl_keyfile is not None:
+            raise UserError("ssl_keyfile does nothing without ssl_certfile", "ssl_keyfile")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except OSError as error:  # SSLError is one
+        reason = error.strerror or str(error)
+        raise UserError(f"ssl_certfile {settings.ssl_certfile!r}: {reason}", "ssl_certfile") from None
 
 
 def listen(settings: ServerSettings) -> socket.socket:

@@ -70,7 +70,7 @@ export function draw(canvas, cells, newest, width, colours, chosenStep) {
     else if (cell.kind === VERIFY) bar(context, left, size, h, 1, colours["--verify"]);
     else if (cell.verdict === "rejected") rejected(context, left, size, h, colours["--rejected"], scale);
     else bar(context, left, size, h, 0.55, colours[cell.verdict ? "--accepted" : "--draft"]);
-    if (cell.kind === VERIFY && width >= 11) label(context, cell.value + 1, left, size, scale, colours["--panel"]);
+    if (cell.kind === VERIFY && cell.tokens > 1 && width >= 11) label(context, cell.value + 1, left, size, scale, colours["--panel"]);
     if (cell.step === chosenStep) {
       context.strokeStyle = colours["--focus"];
       context.lineWidth = 2 * scale;
