@@ -185,12 +185,12 @@ def exact(report: dict[str, Any]) -> None:
         "magicdec-window": {"method": "magicdec-window", "budget": 256},
     }.items():
         ours, outputs = tokens(**changes)
-        same = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), len(x)) for x, y in zip(ours, plain)]
+        same = [next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), len(x)) for x, y in zip(ours, plain, strict=False)]
         spec = [o.metrics.speculative_decoding for o in outputs]
         margins = [round(gaps[i][at], 4) for i, at in enumerate(same) if at < len(gaps[i])]
         rows[name] = {
             "margins_where_they_part": margins,
-            "requests_equal": sum(x == y for x, y in zip(ours, plain)), "of": len(plain), "first_difference": same,
+            "requests_equal": sum(x == y for x, y in zip(ours, plain, strict=False)), "of": len(plain), "first_difference": same,
             "drafted": sum(s["num_draft_tokens"] for s in spec), "accepted": sum(s["num_accepted_draft_tokens"] for s in spec),
         }  # fmt: skip
         print(

@@ -62,10 +62,10 @@ class Live:
 @contextmanager
 def live_server(*, port: int = 0, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Live]:
     monitor = LiveMonitor()
-    # fixed lengths, so that every kind of row comes soon; the method is one that shows its cost model
     defaults: dict[str, Any] = {"method": "aspire", "draft_tokens": None, "cost": FixedCost(2e-4, 1e-5, 5e-4)}
-    defaults["policy_object"] = always_draft_to(4)
     llm = engine(drafting_model(), on_step=monitor.on_step, **(defaults | options))
+    if llm.engine.cost is not None:  # shown on the page; what it says must not decide how soon every kind of row comes
+        llm.engine.scheduler.policy = always_draft_to(4)
     try:
         with served(llm, monitor, port=port, shutdown_grace=0, **(settings or {})) as server:
             live = Live(server, monitor)

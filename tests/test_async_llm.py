@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import threading
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ def test_streams_equal_the_batch(llm: AsyncLLM) -> None:
         assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
         assert outputs[-1].outputs[0].token_ids == whole.outputs[0].token_ids
         assert outputs[-1].outputs[0].text == whole.outputs[0].text
-        for earlier, later in zip(outputs, outputs[1:], strict=False):
+        for earlier, later in itertools.pairwise(outputs):
             before, after = earlier.outputs[0], later.outputs[0]
             assert after.token_ids[: len(before.token_ids)] == before.token_ids
             assert after.text.startswith(before.text)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from tiny import ScriptedPolicy, prompts_of, requests_for, run, tiny_engine, tiny_model
 
 from aspire_llm.bench.replay import ReplaySampler
 from aspire_llm.policy.base import Action
 from aspire_llm.policy.trace import shipped_traces
 from aspire_llm.request import SamplingParams
+from tiny import ScriptedPolicy, prompts_of, requests_for, run, tiny_engine, tiny_model
 
 
 def test_accepts_what_the_trace_says() -> None:

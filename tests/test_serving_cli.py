@@ -100,6 +100,22 @@ def test_options_that_are_refused(
         assert word in line
 
 
+def test_the_examples_are_valid() -> None:
+    deploy = Path(__file__).parent.parent / "deploy"
+    config, settings = resolve(parse(["serve", "--config", str(deploy / "serve.yaml")]))
+    assert (config.max_model_len, settings.log_format) == (8192, "json")
+    scrape = yaml.safe_load((deploy / "prometheus.yml").read_text())["scrape_configs"][0]
+    assert scrape["metrics_path"] == "/metrics"
+    for name in ("Dockerfile", "aspire-llm.service"):
+        words = (deploy / name).read_text().replace('"', " ").replace(",", " ").split()
+        for option in [word for word in words if word in ("--host", "--config", "--api-key-file", "--model")]:
+            assert option.removeprefix("--").replace("-", "_") in {
+                *EngineConfig.model_fields,
+                *ServerSettings.model_fields,
+                "config",
+            }
+
+
 def test_key_files(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("sk-a\n\nsk-b\n")

@@ -225,6 +225,23 @@ def test_tools_that_may_be_called_and_their_results(client: OpenAI) -> None:
     assert off.message.tool_calls is None
 
 
+def test_tools_in_llamas_form() -> None:
+    llm = engine(MODEL)
+    with served(llm, tool_call_parser="llama3_json") as server:
+        params: dict[str, Any] = {"model": NAME, "messages": USER, "tools": [TOOL], "max_tokens": 120}
+        with OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as plain:
+            made = plain.chat.completions.create(**params, tool_choice="required").choices[0]
+            forced: Any = {"structured_outputs": {"choice": ['{"weather": "sunny"}']}}
+            text = plain.chat.completions.create(**params, extra_body=forced).choices[0]
+        assert made.message.content is None
+        assert made.message.tool_calls is not None
+        call: Any = made.message.tool_calls[0]
+        assert json.loads(call.function.arguments)["city"] in ("Graz", "Linz")
+        assert (text.message.content, text.message.tool_calls) == ('{"weather": "sunny"}', None)
+        server.assert_idle()
+    llm.shutdown()
+
+
 def test_models(client: OpenAI) -> None:
     assert [m.id for m in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME

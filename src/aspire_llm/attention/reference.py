@@ -6,6 +6,7 @@ is copied. Sparse rows are gathered and attended together.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,10 @@ from aspire_llm.cache.pool import KVPool
 
 # From this many query tokens on, fused attention that never stores the probabilities is faster (measured on a CPU).
 FUSED_QUERY_TOKENS = 32
+MAX_RUNS = 8  # a row whose pages lie in more runs than this is gathered
+
+
+Runs = Sequence[tuple[int, int]]  # stretches of the pool: (first place, length)
 
 
 @dataclass(slots=True)
@@ -28,7 +33,9 @@ class DenseRow:
     first_token: int
     num_tokens: int
     start: int  # position of the first token
-    places: Tensor | slice  # of positions 0 .. start + num_tokens - 1 in the pool; a slice where pages are adjacent
+    runs: tuple[
+        tuple[int, int], ...
+    ]  # where positions 0 .. start + num_tokens - 1 lie in the pool: (first place, length)
     weighted: Tensor | None  # int64 [W]: the row's tokens that carry score weight
     weights: Tensor | None  # float32 [W]
 
@@ -122,19 +129,17 @@ class ReferenceBackend:
     def _dense_row(self, batch: AttentionBatch, i: int, offset: int, n: int, slot: int, start: int) -> DenseRow:
         end, page_size = start + n, self.pool.page_size
         pages = batch.page_table[slot, : -(-end // page_size)].long()
-        places: Tensor | slice
-        if pages.numel() == 1 or bool((pages[1:] - pages[:-1] == 1).all()):
-            first = int(pages[0]) * page_size
-            places = slice(first, first + end)
-        else:
-            within = torch.arange(page_size, device=pages.device)
-            places = (pages[:, None] * page_size + within).flatten()[:end]
+        begins = (pages[1:] - pages[:-1] != 1).nonzero().flatten() + 1  # pages that do not follow the one before
+        edges = [0, *begins.tolist(), pages.numel()]
+        runs = tuple(
+            (int(pages[a]) * page_size, min(b * page_size, end) - a * page_size) for a, b in itertools.pairwise(edges)
+        )
         weighted = weights = None
         if i in batch.scored_rows:
             row_weights = batch.score_weights[offset : offset + n]
             weighted = row_weights.nonzero().flatten()
             weights = row_weights[weighted]
-        return DenseRow(i, offset, n, start, places, weighted, weights)
+        return DenseRow(i, offset, n, start, runs, weighted, weights)
 
     def _sparse_rows(self, batch: AttentionBatch, rows: list[tuple[int, int]]) -> SparseRows:
         device = batch.slots.device
@@ -195,25 +200,27 @@ class ReferenceBackend:
         end = row.start + row.num_tokens
         window = self.windows[layer]
         low = 0 if window is None else max(0, row.start - window + 1)
-        if isinstance(row.places, slice):
-            k, v = (t.narrow(1, row.places.start + low, end - low) for t in (keys, values))
-        else:
-            k, v = (t.index_select(1, row.places[low:]) for t in (keys, values))
+        runs = runs_from(row.runs, low)
+        if len(runs) > 1 and (len(runs) > MAX_RUNS or row.num_tokens >= FUSED_QUERY_TOKENS):
+            places = torch.cat([torch.arange(first, first + n, device=q.device) for first, n in runs])
+            keys, values = keys.index_select(1, places), values.index_select(1, places)
+            runs = [(0, end - low)]
         plan.reads[row.index] += end - low
         span = slice(row.first_token, row.first_token + row.num_tokens)
         queries = q[span].transpose(0, 1)  # [Hq, n, D]
         weighted = row.weighted if score else None
+        probabilities: Tensor | None = None
         if row.num_tokens >= FUSED_QUERY_TOKENS:
+            k, v = (t.narrow(1, *runs[0]) for t in (keys, values))
             out[span] = self._attend_fused(queries, k, v, row.start - low, window).transpose(0, 1)
-            probabilities = (
-                None
-                if weighted is None
-                else self._probabilities(queries[:, weighted], k, row.start - low + weighted, window)
-            )
+            if weighted is not None:
+                positions = row.start - low + weighted
+                probabilities = self._probabilities(queries[:, weighted], keys, runs, positions, window)
         else:
-            tokens = torch.arange(row.num_tokens, device=q.device)
-            p = self._probabilities(queries, k, row.start - low + tokens, window)
-            out[span] = (p.to(v.dtype).flatten(1, 2) @ v).view(self.num_heads, row.num_tokens, -1).transpose(0, 1)
+            positions = row.start - low + torch.arange(row.num_tokens, device=q.device)
+            p = self._probabilities(queries, keys, runs, positions, window)
+            attended = weighted_sum(p.to(values.dtype).flatten(1, 2), values, runs)
+            out[span] = attended.view(self.num_heads, row.num_tokens, -1).transpose(0, 1)
             probabilities = None if weighted is None else p[:, :, weighted]
         if probabilities is not None:
             assert row.weights is not None
@@ -223,19 +230,24 @@ class ReferenceBackend:
             mean = probabilities.mean(dim=(0, 1))  # [W, keys]
             scores[plan.score_rows[row.index], low:end] = row.weights @ mean
 
-    def _probabilities(self, queries: Tensor, k: Tensor, positions: Tensor, window: int | None) -> Tensor:
-        """Softmax probabilities float32 [KV heads, group, n, keys] of queries [Hq, n, D] at `positions` (relative to k)."""
+    def _probabilities(
+        self, queries: Tensor, keys: Tensor, runs: Runs, positions: Tensor, window: int | None
+    ) -> Tensor:
+        """Softmax probabilities float32 [KV heads, group, n, keys] of queries [Hq, n, D] at `positions`, counted from the first
+        of the keys, which lie in `runs` of the pool."""
         n, dim = queries.shape[1:]
-        num_keys = k.shape[1]
-        packed = (queries * self.scale).reshape(k.shape[0], -1, dim)  # [KV heads, group * n, D]
-        logits = torch.bmm(packed, k.transpose(1, 2)).view(k.shape[0], -1, n, num_keys).float()
+        packed = (queries * self.scale).reshape(keys.shape[0], -1, dim)  # [KV heads, group * n, D]
+        parts = [torch.bmm(packed, keys.narrow(1, first, size).transpose(1, 2)) for first, size in runs]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        num_keys = whole.shape[2]
+        logits = whole.view(keys.shape[0], -1, n, num_keys).float()
         # only the last few columns can be hidden by causality
         first = int(positions.min()) + 1 if n else num_keys
         if first < num_keys:
-            hidden = torch.arange(first, num_keys, device=k.device) > positions[:, None]
+            hidden = torch.arange(first, num_keys, device=keys.device) > positions[:, None]
             logits[..., first:].masked_fill_(hidden, -torch.inf)
         if window is not None:
-            logits.masked_fill_(torch.arange(num_keys, device=k.device) <= positions[:, None] - window, -torch.inf)
+            logits.masked_fill_(torch.arange(num_keys, device=keys.device) <= positions[:, None] - window, -torch.inf)
         return torch.softmax(logits, dim=-1)
 
     def _attend_fused(self, queries: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Tensor:
@@ -272,6 +284,28 @@ class ReferenceBackend:
         out[rows.tokens[rows.real]] = attended[rows.real]
         for i, reads in zip(rows.indices, rows.reads[layer], strict=True):
             plan.reads[i] += reads
+
+
+def runs_from(runs: Runs, low: int) -> list[tuple[int, int]]:
+    """The runs of the positions from `low` on."""
+    kept = []
+    for first, size in runs:
+        skipped = min(low, size)
+        if skipped < size:
+            kept.append((first + skipped, size - skipped))
+        low -= skipped
+    return kept
+
+
+def weighted_sum(p: Tensor, values: Tensor, runs: Runs) -> Tensor:
+    """p [KV heads, rows, keys] times the values of `runs`: [KV heads, rows, D]."""
+    if len(runs) == 1:
+        return torch.bmm(p, values.narrow(1, *runs[0]))
+    parts = p.split([size for _, size in runs], dim=2)  # type: ignore[no-untyped-call]
+    total = torch.bmm(parts[0], values.narrow(1, *runs[0]))
+    for part, run in zip(parts[1:], runs[1:], strict=True):
+        total += torch.bmm(part, values.narrow(1, *run))
+    return total
 
 
 def flat_places(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int) -> Tensor:

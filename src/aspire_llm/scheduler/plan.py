@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from aspire_llm.request import RowKind, SamplingParams, TokenLogprobs
 
-
 NO_POSITION = 2**31 - 1  # past every position
 
 
