@@ -48,8 +48,8 @@ class AttentionPlan(Protocol):
         """float32 [len(layers), len(rows), longest]: for each layer and position, the sum over the row's tokens of weight ×
         the mean over query heads of the attention probability. Zero, or nothing that matters, past the row's end.
 
-        rows: int64, on the device: scored rows of the batch. longest: no row has tokens at or past this position. Dense rows are scored at the backend's score layers, sparse
-        rows at its refresh layers; other combinations hold anything.
+        rows: int64, on the device: scored rows of the batch. longest: no row has tokens at or past this position. Dense rows
+        are scored at the backend's score layers, sparse rows at its refresh layers; other combinations hold anything.
         """
         ...
 

@@ -139,7 +139,8 @@ def resolve(
     if num_pages * page_size < max_model_len:
         if config.max_model_len is not None or num_pages < 1:
             raise UserError(
-                f"one request of max_model_len={max_model_len} needs {gib(-(-max_model_len // page_size) * page_bytes)} of KV cache and "
+                f"one request of max_model_len={max_model_len} needs "
+                f"{gib(-(-max_model_len // page_size) * page_bytes)} of KV cache and "
                 f"{gib(num_pages * page_bytes)} are there; lower max_model_len or raise kv_cache_memory",
                 "max_model_len",
             )

@@ -84,7 +84,8 @@ class Scheduler:
             raise UserError("prompt is empty; at least 1 token is needed", "prompt")
         if n >= self.limits.max_model_len:
             raise UserError(
-                f"prompt has {n} tokens; max_model_len={self.limits.max_model_len} allows {self.limits.max_model_len - 1} and one of output",
+                f"prompt has {n} tokens; max_model_len={self.limits.max_model_len} allows "
+                f"{self.limits.max_model_len - 1} and one of output",
                 "prompt",
             )
 
@@ -400,10 +401,11 @@ class Scheduler:
             )
         for request in self.running:
             where = f"request {request.request_id}"
-            assert request.slot is not None and self._tenants[request.slot] is request, f"{where} runs without a slot"
+            assert request.slot is not None, f"{where} runs without a slot"
+            assert self._tenants[request.slot] is request, f"{where} runs in another's slot"
             assert not request.finished, f"{where} runs although finished"
             assert 0 <= request.num_computed <= request.num_tokens, f"{where} computed more than it knows"
-            assert request.num_pending >= 0 and request.num_lookahead >= 0, f"{where} has a negative counter"
+            assert min(request.num_pending, request.num_lookahead) >= 0, f"{where} has a negative counter"
         if not self.has_work:
             assert not self._leaving, "pages held by requests that left"
             assert self.pages.num_free == self.pages.num_pages, (
