@@ -23,11 +23,17 @@ $(TEST_READY): $(READY) constraints-cpu.txt
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q -r constraints-cpu.txt
 	touch $@
 
+# page tests drive Debian's Chromium
+CHROMIUM := /usr/bin/chromium
+$(CHROMIUM):
+	apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core
+
 demo: $(READY)
 	$(BIN)/aspire-llm bench offline --preset demo
 
-test: $(TEST_READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+# one thread a process: two test processes with two threads each would stand in each other's way
+test: $(TEST_READY) $(CHROMIUM)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check src tests

@@ -196,7 +196,8 @@ def choose_num_pages(config: EngineConfig, page_bytes: int, pages_per_request: i
             )
         if config.kv_cache_memory < page_bytes:
             raise UserError(
-                f"kv_cache_memory={config.kv_cache_memory} is less than one page of {page_bytes} bytes; raise it or lower block_size",
+                f"kv_cache_memory={config.kv_cache_memory} is less than one page of {page_bytes} bytes; "
+                "raise it or lower block_size",
                 "kv_cache_memory",
             )
         return config.kv_cache_memory // page_bytes
