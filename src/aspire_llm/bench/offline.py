@@ -22,6 +22,7 @@ from aspire_llm.config import METHODS, EngineConfig, make_config
 from aspire_llm.engine.engine import Step
 from aspire_llm.engine.llm import LLM, OnStep
 from aspire_llm.errors import UserError
+from aspire_llm.policy.cost import CostModel
 from aspire_llm.policy.factory import POLICY_SETTINGS
 from aspire_llm.request import Request, RowKind, SamplingParams, SpeculationStats
 
@@ -144,9 +145,12 @@ def run_offline(
         raise UserError(f"max_tokens = {params.max_tokens}: the context of {context} leaves no room for a prompt")
     prompts = dataset.prompts(base.inputs, requests, room, seed)
     truth = PlainContinuations()
+    cost: CostModel | None = None
     for method, config in others:
         told_by = truth if method == HINDSIGHT else None
-        llms[method] = LLM(loaded=base.model, cache=base.cache, truth=told_by, **config.model_dump(exclude_unset=True))
+        options = config.model_dump(exclude_unset=True)
+        llms[method] = LLM(loaded=base.model, cache=base.cache, cost=cost, truth=told_by, **options)
+        cost = cost or llms[method].engine.cost  # one calibration serves all
 
     prompt_tokens = sum(map(len, prompts))
     prefill_seconds = 0.0
