@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aspire_llm.models.config import DecoderConfig
-from aspire_llm.models.ops import Ops, TorchOps
+from aspire_llm.models.ops import Ops, PackedOps, TorchOps
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, query heads, D], k [T, KV heads, D], v [T, KV heads, D]) -> [T, query heads, D].
@@ -24,9 +24,9 @@ All three are views with D contiguous and any stride over tokens.
 """
 
 
-def choose_ops(device: torch.device) -> Ops:
+def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     if device.type != "cuda":
-        return TorchOps()
+        return PackedOps() if dtype == torch.float32 and PackedOps.available() else TorchOps()
     from aspire_llm.models.kernels import TritonOps
 
     return TritonOps()
@@ -74,12 +74,13 @@ class DecoderLayer(nn.Module):
     def attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, ops: Ops) -> Tensor:
         config = self.config
         num_q, num_kv = config.num_heads, config.num_kv_heads
-        qkv = F.linear(x, self.qkv, self.qkv_bias).view(-1, num_q + 2 * num_kv, config.head_dim)
+        qkv = ops.linear(x, self.qkv, self.qkv_bias).view(-1, num_q + 2 * num_kv, config.head_dim)
         q, k = ops.norm_rope(qkv[:, : num_q + num_kv], num_q, self.q_norm, self.k_norm, cos, sin, config.rms_norm_eps)
-        return F.linear(attend(self.index, q, k, qkv[:, num_q + num_kv :]).flatten(1), self.o, self.o_bias)
+        attended = attend(self.index, q, k, qkv[:, num_q + num_kv :]).flatten(1)
+        return ops.linear(attended, self.o, self.o_bias)
 
     def mlp(self, x: Tensor, ops: Ops) -> Tensor:
-        return F.linear(ops.silu_mul(F.linear(x, self.gate_up)), self.down)
+        return ops.linear(ops.silu_mul(ops.linear(x, self.gate_up)), self.down)
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Name within the layer, as transformers' checkpoints have it, -> the part of a parameter that holds it."""
@@ -121,7 +122,7 @@ class Decoder(nn.Module):
         self.head = self.embedding if tied else weight(*self.embedding.shape, dtype=dtype, device=device)
         inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=device)
         self.register_buffer("rope_inv_freq", inv_freq, persistent=False)
-        self._ops = choose_ops(device)
+        self._ops = choose_ops(device, dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,7 +150,7 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [N, hidden], rows of what `forward` returned. Returns float32 [N, vocab_size]."""
-        return F.linear(hidden, self.head).float()
+        return self._ops.linear(hidden, self.head).float()
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each [T, 1, head_dim / 2] in the decoder's dtype: once a step, shared by all layers."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -96,6 +97,9 @@ def _silu_mul_kernel(gate_up, out, n, BLOCK: tl.constexpr):
 
 class TritonOps:
     """Implements `ops.Ops`. Inputs contiguous, but for qk, which may be part of a wider matrix."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         tokens, n = x.shape

@@ -1,4 +1,5 @@
-"""The decoder's element-wise steps. In torch here; kernels.py has the same as fused GPU kernels, tested against this."""
+"""The decoder's products and element-wise steps. In torch here; kernels.py has the latter as fused GPU kernels, tested against
+this."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ from torch import Tensor
 
 
 class Ops(Protocol):
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, n] times weight [m, n] transposed, plus bias [m]: [T, m]."""
+        ...
+
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x [T, n] plus delta (if any), and that sum's RMS norm times weight [n]: (normed, sum). x may be overwritten."""
         ...
@@ -31,6 +36,9 @@ class Ops(Protocol):
 class TorchOps:
     """The arithmetic, rounding included, of transformers' modelling code."""
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if delta is not None:
             x = x + delta
@@ -50,6 +58,26 @@ class TorchOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+class PackedOps(TorchOps):
+    """For float32 on the CPU: weights in oneDNN's own layout, made at their first use. For a few tokens at a time products then
+    take half as long as through the BLAS (measured on two cores of an AVX2 machine: 8 tokens of SmolLM2 73 -> 32 ms)."""
+
+    def __init__(self) -> None:
+        self._packed: dict[int, tuple[int, Tensor]] = {}  # address of a weight -> its version, and the weight repacked
+
+    @staticmethod
+    def available() -> bool:
+        return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        version, packed = self._packed.get(weight.data_ptr(), (-1, weight))
+        if version != weight._version:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+            self._packed[weight.data_ptr()] = (weight._version, packed)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
