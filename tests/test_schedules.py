@@ -15,7 +15,7 @@ from aspire_llm.policy.base import Action
 from aspire_llm.request import RowKind, SamplingParams
 from aspire_llm.scheduler.plan import RowResult, StepPlan, StepResult
 from aspire_llm.scheduler.scheduler import Limits, Scheduler
-from tiny import ScriptedPolicy, plain_tokens, prompts_of, requests_for, run, tiny_engine, tiny_model
+from tiny import ScriptedPolicy, always_draft_to, plain_tokens, prompts_of, requests_for, run, tiny_engine, tiny_model
 
 MODEL = tiny_model()
 PROMPTS = prompts_of([1, 5, 9, 14, 22, 31, 40, 47])
@@ -192,7 +192,7 @@ def test_warm_prefix_drafts_as_well_as_cold() -> None:
     prompts = prompts_of([90, 100], seed=3)
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     for method in ("aspire", "vegas", "magicdec-snapkv"):
-        engine = tiny_engine(MODEL, method=method)
+        engine = tiny_engine(MODEL, method=method, policy=always_draft_to(6))
         cold, warm = requests_for(MODEL, prompts, params), requests_for(MODEL, prompts, params)
         assert run(engine, cold) == run(engine, warm)
         assert all(r.stats.num_cached_tokens > 50 for r in warm)
@@ -204,7 +204,7 @@ def test_warm_prefix_drafts_as_well_as_cold() -> None:
 
 @pytest.mark.parametrize("phase", ["waiting", "prefill", "drafting", "verifying", "in flight"])
 def test_abort_at_every_phase(phase: str) -> None:
-    engine = tiny_engine(MODEL, method="aspire", late=phase == "in flight")
+    engine = tiny_engine(MODEL, method="aspire", late=phase == "in flight", policy=always_draft_to(5))
     target, other = requests_for(MODEL, [PROMPTS[7], PROMPTS[6]], PARAMS)
     reached: dict[str, Callable[[], bool]] = {
         "waiting": lambda: True,
@@ -216,6 +216,7 @@ def test_abort_at_every_phase(phase: str) -> None:
     engine.add(target)
     engine.add(other)
     while not reached[phase]():
+        assert not target.finished
         engine.step()
     kept = list(target.output_token_ids)
     engine.abort(target)
@@ -238,7 +239,7 @@ def test_a_fault_ends_its_requests_and_not_the_engine(monkeypatch: pytest.Monkey
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "run", out_of_memory)
+        patch.setattr(engine.runner, "launch", out_of_memory)
         step = engine.step()
     assert [p.finished for p in step.progress] == [True]
     assert doomed.finish_reason == "error"
