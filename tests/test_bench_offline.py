@@ -171,7 +171,7 @@ def test_more_requests_than_run_at_once_and_no_prefix_cache(
 ) -> None:
     arguments = ["--prompt-tokens", "100", "--requests", "4", "--max-tokens", "10", "--budget", "16", "--ignore-eos"]
     report = bench(model, tmp_path / "out.json", *arguments, "--max-num-seqs", "2", "--no-enable-prefix-caching")
-    check_report(report, ["plain", "aspire"], 4, 10)
+    check_report(report, ["plain", "vegas", "aspire-ema", "aspire"], 4, 10)
     assert all(request["cached_prompt_tokens"] == 0 for request in report["methods"]["aspire"]["requests"])
     assert "prefilled the prompts itself" in capsys.readouterr().out
 

@@ -286,12 +286,12 @@ def test_watchers_come_and_go(server: Live, browser: Any) -> None:
         httpx.stream("GET", server.url + "live/events", timeout=20) as unread,
     ):
         status(page, "live")
-        names = []
-        for line in other.iter_lines():
+        names: list[str] = []
+        lines = other.iter_lines()  # kept: a dropped iterator would close the stream
+        while len(names) < 5:
+            line = next(lines)
             if line.startswith("event: "):
                 names.append(line.removeprefix("event: "))
-            if len(names) == 5:
-                break
         assert names == ["snapshot"] + ["delta"] * 4
         assert unread.headers["content-type"].startswith("text/event-stream")
         wait_for(lambda: server.monitor.num_watchers == 3, "all three to be counted")
