@@ -83,7 +83,7 @@ def truth(position: int) -> int:
     return position * 7 % 50
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
     num_pages=st.integers(16, 40),
