@@ -62,7 +62,7 @@ class GGUFFile:
             part = np.array(raw[row : row + step])
             try:
                 values = gguf.dequantize(part, tensor.quantization)
-            except NotImplementedError as error:
+            except NotImplementedError as error:  # gguf's word for a quantisation it cannot read
                 raise UserError(
                     f"{self.path}: tensor {name} is quantised as {tensor.quantization.name}, which cannot be dequantised"
                 ) from error
