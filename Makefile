@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
 TEST_READY := $(VENV)/.test-ready
 
-.PHONY: setup demo test lint check clean
+.PHONY: setup demo test lint check docs clean
 
 setup: $(READY)
 
@@ -39,6 +39,10 @@ lint: $(READY)
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
+
+# the site, in site/
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict
 
 check: lint test
 

@@ -185,7 +185,10 @@ def exact(report: dict[str, Any]) -> None:
         "magicdec-window": {"method": "magicdec-window", "budget": 256},
     }.items():
         ours, outputs = tokens(**changes)
-        same = [next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), len(x)) for x, y in zip(ours, plain, strict=False)]
+        same = [
+            next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), len(x))
+            for x, y in zip(ours, plain, strict=False)
+        ]
         spec = [o.metrics.speculative_decoding for o in outputs]
         margins = [round(gaps[i][at], 4) for i, at in enumerate(same) if at < len(gaps[i])]
         rows[name] = {
@@ -282,14 +285,37 @@ def big(report: dict[str, Any], parts: list[str]) -> None:
 
 
 def profile(llm: LLM, prompts: list[list[int]]) -> None:
-    """Where the device's time goes."""
+    """Where the device's time goes: kernels a step, and how much of the time any of them runs."""
+    launches: list[float] = []
+    runner = llm.engine.runner
+    launch = runner.launch
+
+    def timed(plan: Any) -> Any:
+        began = time.perf_counter()
+        launched = launch(plan)
+        launches.append(time.perf_counter() - began)
+        return launched
+
+    runner.launch = timed  # type: ignore[method-assign]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        decode(llm, prompts, 40)
-    table = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)[:22]
-    whole = sum(e.self_device_time_total for e in profiler.key_averages())
-    for e in table:
+        row = decode(llm, prompts, 40)
+    runner.launch = launch  # type: ignore[method-assign]
+    launches.sort()
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+    busy, until = 0.0, 0.0
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    whole = spans[-1][1] - spans[0][0]
+    steps = len(launches)
+    print(
+        f"   {steps} steps, median {row['median_step_ms']:.2f} ms; device busy {busy / whole:.1%} of {whole / 1e3:.1f} ms; "
+        f"host launches a step in {1e3 * launches[steps // 2]:.2f} ms (median)"
+    )
+    for e in sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)[:40]:
         print(
-            f"   {e.self_device_time_total / whole:6.1%} {e.self_device_time_total / 1e3:9.2f} ms {e.count:7d} x {e.self_device_time_total / e.count:8.1f} us  {e.key[:90]}"
+            f"   {e.self_device_time_total / steps:8.1f} us a step {e.count / steps:7.1f} x {e.self_device_time_total / e.count:8.1f} us  {e.key[:100]}"
         )
 
 

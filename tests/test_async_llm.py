@@ -6,16 +6,20 @@ import asyncio
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from aspire_llm import LLM, AsyncLLM, SamplingParams, UserError
-from aspire_llm.request import RequestOutput
+from aspire_llm.engine.streams import News, OutputStream
+from aspire_llm.engine.thread import EngineThread
+from aspire_llm.request import Request, RequestOutput
+from aspire_llm.scheduler.plan import StepPlan, StepResult
 from byte_tokenizer import VOCAB, byte_tokenizer
-from tiny import tiny_model
+from tiny import requests_for, tiny_engine, tiny_model
 
 MODEL = replace(tiny_model(vocab_size=VOCAB), tokenizer=byte_tokenizer())
 OPTIONS: dict[str, Any] = {
@@ -147,3 +151,118 @@ def test_shutdown_ends_streams() -> None:
     last = asyncio.run(scenario())[-1]
     assert last.finished
     assert last.outputs[0].finish_reason in ("abort", "length")
+
+
+class Watched:
+    """An engine that results reach late or at once, with the slots of every plan, and one step held up while it runs."""
+
+    def __init__(self, late: bool) -> None:
+        self.engine = tiny_engine(MODEL, late=late, max_num_seqs=4)
+        self.plans: list[set[int]] = []
+        self.held, self.free = threading.Event(), threading.Event()
+        self.hold_at = 6  # the plan whose step is held up
+        plan, launch = self.engine.scheduler.plan, self.engine.runner.launch
+
+        def planned() -> StepPlan | None:
+            made = plan()
+            if made is not None:
+                self.plans.append({row.slot for row in made.rows})
+            return made
+
+        def launched(made: StepPlan) -> Any:
+            return Held(self, launch(made)) if len(self.plans) == self.hold_at else launch(made)
+
+        self.engine.scheduler.plan = planned  # type: ignore[method-assign]
+        self.engine.runner.launch = launched  # type: ignore[method-assign]
+
+
+class Held:
+    """A step whose results take until the test lets them come."""
+
+    def __init__(self, watched: Watched, inner: Any) -> None:
+        self._watched, self._inner = watched, inner
+
+    def result(self) -> StepResult:
+        self._watched.held.set()
+        assert self._watched.free.wait(60)
+        result: StepResult = self._inner.result()
+        return result
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_abort_seen_while_a_step_runs_is_in_no_later_plan(late: bool) -> None:
+    watched = Watched(late)
+    told: list[Request] = []
+    thread = EngineThread(watched.engine, told.extend)
+    going, staying = requests_for(MODEL, [[5] * 9, [6] * 11], SamplingParams(max_tokens=40, ignore_eos=True))
+    thread.add([going, staying])
+    assert watched.held.wait(60)
+    slots = going.slot, staying.slot
+    num_plans = len(watched.plans)  # late: one more than the step that runs
+    assert num_plans == watched.hold_at + late
+    thread.abort([going])
+    watched.free.set()
+    while not staying.finished:
+        time.sleep(0.005)
+    thread.close()
+    assert all(slots[0] in plan for plan in watched.plans[1:num_plans])
+    assert len(watched.plans) > num_plans
+    for plan in watched.plans[num_plans:]:
+        assert plan == {slots[1]}
+    assert going.finish_reason == "abort"
+    assert len(staying.output_token_ids) == 40
+    assert told.count(staying) > 1
+    watched.engine.check()
+
+
+def test_what_goes_over_is_what_is_new(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread hands over each token once, however long the output has become, and all of them."""
+    handed: list[int] = []
+    collect = OutputStream.collect
+
+    def counted(stream: OutputStream, changed: Iterable[Request]) -> News | None:
+        news = collect(stream, changed)
+        if news is not None:
+            handed.append(sum(len(piece.token_ids) for piece in news.pieces))
+        return news
+
+    monkeypatch.setattr(OutputStream, "collect", counted)
+
+    async def scenario() -> None:
+        params = PARAMS.model_copy(update={"n": 2, "logprobs": 1, "max_tokens": 60})
+        [whole] = [o async for o in llm.stream(llm.prepare(PROMPTS[2], params), kind="final_only")]
+        assert handed == [120]
+        handed.clear()
+        text, tokens, logprobs = ["", ""], [[], []], [[], []]  # type: ignore[var-annotated]
+        num_outputs = 0
+        async for output in llm.stream(llm.prepare(PROMPTS[2], params), kind="delta"):
+            num_outputs += 1
+            for choice in output.outputs:
+                text[choice.index] += choice.text
+                tokens[choice.index] += choice.token_ids
+                logprobs[choice.index] += choice.logprobs or []
+        assert num_outputs > 10
+        assert sum(handed) == 120
+        assert max(handed) <= 2 * 17
+        for i, choice in enumerate(whole.outputs):
+            assert (text[i], tokens[i]) == (choice.text, choice.token_ids)
+            assert choice.logprobs is not None
+            assert [at.token_id for at in logprobs[i]] == [at.token_id for at in choice.logprobs] == tokens[i]
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_waits_gets_all_at_once(llm: AsyncLLM) -> None:
+    async def scenario() -> None:
+        stream = llm.stream(llm.prepare(PROMPTS[1], PARAMS), kind="delta")
+        first = await anext(stream)
+        deadline = time.monotonic() + 30
+        while llm.engine.has_work and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        rest = [output async for output in stream]
+        assert len(rest) == 1
+        assert len(first.outputs[0].token_ids) + len(rest[0].outputs[0].token_ids) == 30
+        assert rest[0].finished
+
+    asyncio.run(scenario())

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from aspire_llm.bench.datasets import RowDataset, TextDataset, read_dataset
 from aspire_llm.bench.hindsight import PlainContinuations
-from aspire_llm.bench.offline import DecodeClock, free_all_but, method_configs
+from aspire_llm.bench.measure import DecodeClock, free_all_but
+from aspire_llm.bench.methods import method_configs
 from aspire_llm.bench.offline_report import acceptance_by_position, distinct_token_ratio
 from aspire_llm.bench.presets import DEMO, demo_dataset
+from aspire_llm.bench.recording import LANE_STEPS, Recording
 from aspire_llm.bench.statistics import bootstrap_interval
+from aspire_llm.bench.workloads.rows import RowDataset
 from aspire_llm.cache.pages import PageAllocator
 from aspire_llm.cli import main
 from aspire_llm.config import METHODS
@@ -25,13 +27,29 @@ from aspire_llm.models.load import load_tokenizer
 from aspire_llm.policy.base import CycleOutcome
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.hindsight import Hindsight
+from aspire_llm.policy.trace_synthetic import synthetic_trace
 from aspire_llm.request import Request, RowKind, SamplingParams, SpeculationStats
 from aspire_llm.scheduler.plan import Row, StepPlan
 from aspire_llm.scheduler.scheduler import Progress
 from saved_model import CONTEXT, save_tiny_model
 
 TEXT = "".join(f"{i} is a number and {i * i} its square.\n" for i in range(200))
-TOP = {"model", "machine", "versions", "commit", "command", "methods"}
+TOP = {
+    *(
+        "kind",
+        "replayed",
+        "replay",
+        "environment",
+        "model",
+        "dtype",
+        "device",
+        "workload",
+        "seeds",
+        "repeats",
+        "prefill",
+    ),
+    *("runs", "methods"),
+}
 METHOD = {
     "tokens_per_s",
     "speedup",
@@ -41,6 +59,7 @@ METHOD = {
     "distinct_token_ratio",
     "peak_memory_bytes",
     "requests",
+    *("accepted_length_histogram", "draft_length_histogram", "memory", "cycles", "swim_lane", "step_times", "cost"),
 }
 ADAPTIVE = {"fsm", "ema", "confidence"}  # these need not draft where it does not pay, as on short prompts
 REQUEST = {
@@ -76,9 +95,13 @@ def bench(model: str, out: Path, *arguments: str) -> Any:
 def check_report(report: Any, methods: list[str], requests: int, max_tokens: int) -> None:
     """Shape, and that the counts agree with one another."""
     assert set(report) == TOP
+    assert report["kind"] == "offline"
+    assert report["replayed"] is False
+    assert set(report["environment"]) == {"machine", "versions", "commit", "command", "started"}
     assert list(report["methods"]) == methods
     for name, method in report["methods"].items():
         assert set(method) >= METHOD
+        check_records(method)
         assert method["tokens_equal_plain"] is True
         assert method["tokens_per_s"] > 0
         assert method["peak_memory_bytes"] > 0
@@ -99,6 +122,33 @@ def check_report(report: Any, methods: list[str], requests: int, max_tokens: int
     assert plain["speedup"] == 1.0
     assert plain["mean_accepted_length"] == 1.0
     assert plain["acceptance_by_position"] == []
+
+
+def check_records(method: Any) -> None:
+    """Columns are of equal length, and agree with the counts of the requests."""
+    for record in ("cycles", "swim_lane", "step_times"):
+        assert len({len(column) for column in method[record].values()}) == 1
+    cycles, lane, requests = method["cycles"], method["swim_lane"], method["requests"]
+    for i in range(max(cycles["request"]) + 1):
+        mine = [c for c, request in enumerate(cycles["request"]) if request == i]
+        assert sum(cycles["drafted"][c] for c in mine) == requests[i]["draft_tokens"]
+        assert sum(cycles["accepted"][c] for c in mine) == requests[i]["accepted_tokens"]
+        assert len(mine) <= requests[i]["steps"]["verify"]  # a late engine may run one more, for nothing
+    assert max(lane["step"]) - min(lane["step"]) < LANE_STEPS
+    assert len(set(lane["step"])) == max(lane["step"]) - min(lane["step"]) + 1
+    for kind, tokens, accepted in zip(lane["kind"], lane["tokens"], lane["accepted"], strict=True):
+        assert kind in ("prefill", "draft", "verify")
+        assert tokens >= 1 + accepted
+        assert accepted == 0 or kind == "verify"
+        assert tokens == 1 or kind != "draft"
+    assert sum(method["draft_length_histogram"]) >= len(cycles["step"])
+    assert sum(method["accepted_length_histogram"]) == sum(method["draft_length_histogram"][1:])
+    times = method["step_times"]
+    assert times["step"] == list(range(len(times["step"])))
+    assert sum(times["new_tokens"]) == sum(request["output_tokens"] for request in requests if request["seed"] == 0)
+    assert all(measured >= 0 for measured in times["measured"])
+    assert (times["predicted"][0] is None) == (method["cost"] is None)
+    assert 0 < method["memory"]["kv_cache_peak_usage"] <= 1
 
 
 def test_report_on_a_text_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +178,7 @@ def test_report_on_a_text_file(model: str, tmp_path: Path, capsys: pytest.Captur
     report = bench(model, tmp_path / "out.json", *arguments, *options, "--repeats", "2")
     check_report(report, ["plain", "vegas", "aspire", "magicdec-snapkv"], 3, 20)
     assert report["model"] == model
-    assert {"torch", "python", "aspire-llm"} <= set(report["versions"])
+    assert {"torch", "python", "aspire-llm"} <= set(report["environment"]["versions"])
     lengths = [request["prompt_tokens"] for request in report["methods"]["plain"]["requests"]]
     assert sorted(lengths) == [60, 130, 200]
     for method in report["methods"].values():
@@ -139,6 +189,13 @@ def test_report_on_a_text_file(model: str, tmp_path: Path, capsys: pytest.Captur
             assert request["cached_prompt_tokens"] >= request["prompt_tokens"] - 16 - 32
         low, high = method["tokens_per_s_interval"]
         assert low <= method["tokens_per_s"] <= high
+    # in turn, and every speed-up is over plain's run of the same turn
+    assert [run["method"] for run in report["runs"]] == 2 * ["plain", "vegas", "aspire", "magicdec-snapkv"]
+    assert [run["repeat"] for run in report["runs"]] == 4 * [0] + 4 * [1]
+    for first in (0, 4):
+        turn = report["runs"][first : first + 4]
+        assert [run["speedup"] for run in turn] == [run["tokens_per_s"] / turn[0]["tokens_per_s"] for run in turn]
+    assert report["workload"]["generation"] == "fixed"
     assert len(report["methods"]["vegas"]["acceptance_by_position"]) == 3
     printed = capsys.readouterr().out
     for word in ("vegas", "magicdec-snapkv", "speed-up", "yes", "prefilled once", "resident memory"):
@@ -188,7 +245,11 @@ def test_more_requests_than_run_at_once_and_no_prefix_cache(
         ("role.jsonl", '{"messages": [{"content": "x"}]}', ("line 1", "role")),
         ("latin.txt", b"caf\xe9", ("latin.txt", "UTF-8")),
         ("few.jsonl", '{"prompt": "x"}', ("requests = 2", "has 1")),
-        ("long.jsonl", json.dumps({"prompt": "x" * CONTEXT}) + '\n{"prompt": "y"}', ("row 1", str(CONTEXT))),
+        (
+            "long.jsonl",
+            json.dumps({"prompt": "x" * CONTEXT}) + '\n{"prompt": "y"}',
+            ("1 rows too long", "has 1 that fit"),
+        ),
         ("short.txt", "short", ("5 tokens", "100")),
     ],
 )
@@ -230,43 +291,13 @@ def test_output_longer_than_the_context(model: str, capsys: pytest.CaptureFixtur
     assert f"max_tokens = {CONTEXT}" in capsys.readouterr().err
 
 
-def test_text_is_cut_by_seed_into_different_lengths_and_places(inputs: InputProcessor) -> None:
-    dataset = TextDataset("text", TEXT, (50, 90))
-    first = dataset.prompts(inputs, 5, 500, seed=3)
-    assert first == dataset.prompts(inputs, 5, 500, seed=3)
-    assert first != dataset.prompts(inputs, 5, 500, seed=4)
-    assert sorted(map(len, first)) == [50, 60, 70, 80, 90]
-    assert len({tuple(prompt) for prompt in first}) == 5
-    whole = inputs.token_ids(TEXT)
-    for prompt in first:
-        assert any(whole[i : i + len(prompt)] == prompt for i in range(len(whole)))
-    with pytest.raises(UserError, match="room for 80"):
-        dataset.prompts(inputs, 5, 80, seed=0)
-    assert max(map(len, TextDataset("text", TEXT).prompts(inputs, None, 120, seed=0))) == 120
-
-
-def test_rows_are_chosen_by_seed(inputs: InputProcessor) -> None:
-    dataset = RowDataset("rows", [{"prompt": "x" * (i + 1)} for i in range(20)])
-    first = dataset.prompts(inputs, 5, 100, seed=1)
-    assert first == dataset.prompts(inputs, 5, 100, seed=1) != dataset.prompts(inputs, 5, 100, seed=2)
-    assert len(dataset.prompts(inputs, 20, 100, seed=1)) == 20
-    assert len(dataset.prompts(inputs, None, 100, seed=1)) == 8
-
-
-def test_read_dataset_refuses_lengths_for_rows(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "x"}')
-    with pytest.raises(UserError, match="JSONL"):
-        read_dataset(str(file), (1, 2))
-
-
 def test_options_go_to_the_methods_that_have_them() -> None:
-    configs = method_configs(["vegas", "aspire"], {"budget": 64, "refresh_layers": (1,), "max_num_seqs": 3})
+    configs = method_configs(["plain", "vegas", "aspire"], {"budget": 64, "refresh_layers": (1,), "max_num_seqs": 3})
     assert list(configs) == ["plain", "vegas", "aspire"]
     assert [config.budget for config in configs.values()] == [None, 64, 64]
     assert [config.refresh_layers for config in configs.values()] == [None, None, (1,)]
     assert {config.max_num_seqs for config in configs.values()} == {3}
-    configs = method_configs(["vegas", "aspire", "hindsight"], {"draft_tokens": 3})
+    configs = method_configs(["plain", "vegas", "aspire", "hindsight"], {"draft_tokens": 3})
     assert [config.draft_tokens for config in configs.values()] == [None, 3, None, None]
     with pytest.raises(UserError, match="draft_tokens"):
         method_configs(["aspire"], {"draft_tokens": 3})
@@ -281,7 +312,8 @@ def test_clock_counts_only_steps_without_prompt_rows() -> None:
 
     request = Request("0", 0, [1], SamplingParams())
     seen: list[int] = []
-    clock = DecodeClock(Memory(), seen.append)  # type: ignore[arg-type]
+    recording = Recording([request], PageAllocator(4, 4, True), None)
+    clock = DecodeClock(Memory(), recording, seen.append)  # type: ignore[arg-type]
     clock.start()
     prompt, decode = Row(0, 1, RowKind.PREFILL, 3), Row(1, 1, RowKind.VERIFY, 4)
     clock(Step([Progress(request, 2, False)], StepPlan(0, (decode, prompt))))
@@ -353,6 +385,108 @@ def test_bench_of_hindsight(model: str, tmp_path: Path) -> None:
     assert report["methods"]["hindsight"]["tokens_equal_plain"] is True
 
 
+def test_seeds_and_repeats_take_turns(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--prompt-tokens", "60-90", "--requests", "2", "--max-tokens", "6", "--budget", "16", "--ignore-eos"]
+    report = bench(model, tmp_path / "o.json", *arguments, "--method", "vegas", "--seeds", "0,7", "--repeats", "2")
+    assert [(run["seed"], run["repeat"], run["method"]) for run in report["runs"]] == [
+        (seed, repeat, method) for seed in (0, 7) for repeat in (0, 1) for method in ("plain", "vegas")
+    ]
+    vegas = report["methods"]["vegas"]
+    assert vegas["repeats"] == 4
+    assert vegas["tokens_equal_plain"] is True
+    assert vegas["requests_equal_plain"] == 8
+    assert [request["seed"] for request in vegas["requests"]] == [0, 0, 7, 7]
+    assert report["prefill"]["tokens"] == 2 * 150
+    printed = capsys.readouterr().out
+    assert "2 seeds x 2 repeats" in printed
+    assert "no intervals" not in printed
+
+
+def test_rows_left_out_are_reported(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": TEXT[:80]}, {"prompt": TEXT[:CONTEXT]}, {"prompt": TEXT[:90]}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["--dataset", str(file), "--max-tokens", "4", "--budget", "16", "--method", "vegas"]
+    report = bench(model, tmp_path / "o.json", *arguments)
+    (reason, count) = next(iter(report["workload"]["skipped"].items()))
+    assert "too long" in reason
+    assert count == 1
+    printed = capsys.readouterr().out
+    assert "skipped: 1 rows too long" in printed
+    assert "no intervals" in printed
+
+
+def test_replayed_acceptance_is_marked_and_the_same_for_every_method(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        *("--load-format", "dummy", "--dataset", "random", "--prompt-tokens", "100", "--requests", "3"),
+        *("--max-tokens", "60", "--budget", "16", "--method", "vegas,magicdec-window,hindsight"),
+    ]
+    report = bench(model, tmp_path / "o.json", *arguments, "--replay-lengths", "6,3,12", "--seeds", "3")
+    assert report["replayed"] is True
+    assert report["replay"]["source"] == "lengths"
+    assert {name: method["replayed"] for name, method in report["methods"].items()} == {
+        "plain": False,
+        "vegas": True,
+        "magicdec-window": True,
+        "hindsight": True,
+    }
+    assert [run["replayed"] for run in report["runs"]] == [False, True, True, True]
+    methods = report["methods"]
+    assert methods["plain"]["tokens_equal_plain"] is True
+    assert methods["vegas"]["tokens_equal_plain"] is None
+    assert all(request["output_tokens"] == 60 for m in methods.values() for request in m["requests"])
+    # a position has one fate: what both methods drafted there, both have rejected or neither
+    trace = synthetic_trace(6, 3, 12, 3, 76, 3)
+    for name in ("vegas", "magicdec-window", "hindsight"):
+        cycles, made = methods[name]["cycles"], [0, 0, 0]
+        if name != "hindsight":  # which need not draft where it does not pay
+            assert sum(cycles["drafted"]) > sum(cycles["accepted"]) > 10
+        for request, drafted, accepted in zip(cycles["request"], cycles["drafted"], cycles["accepted"], strict=True):
+            draft = trace.drafts[request][made[request]]
+            left = 60 - (made[request] + 1)  # tokens to come
+            assert accepted == min(draft.accepted, drafted, left)
+            if name == "hindsight" and drafted:
+                assert accepted >= drafted - 1
+            made[request] += accepted + 1
+    assert capsys.readouterr().out.count("replayed") >= 4
+
+
+def test_replay_of_a_recorded_trace(model: str, tmp_path: Path) -> None:
+    arguments = [
+        *("--load-format", "dummy", "--dataset", "random", "--prompt-tokens", "60", "--requests", "2"),
+        *("--max-tokens", "30", "--budget", "16", "--method", "vegas", "--replay", "smollm2-135m_5k_demo"),
+    ]
+    report = bench(model, tmp_path / "o.json", *arguments, "--replay-method", "refreshed_penultimate")
+    assert report["replay"]["name"] == "smollm2-135m_5k_demo/refreshed_penultimate"
+    assert report["methods"]["vegas"]["mean_accepted_length"] > 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--replay", "x.npz"], "x.npz"),
+        (["--replay", "smollm2-135m_5k_demo", "--replay-method", "window"], "window"),
+        (["--replay-method", "window"], "without --replay"),
+        (["--replay", "a", "--replay-lengths", "6,3,12"], "exclude"),
+        (["--replay-lengths", "6"], "MEAN,MIN,MAX"),
+        (["--replay-lengths", "2,3,12"], "2,3,12"),
+        (["--replay-lengths", "6,3,12", "--max-draft-tokens", "40"], "drafts of 32"),
+        (["--seeds", "1,1"], "--seeds"),
+        (["--seeds", "x"], "--seeds"),
+        (["--needles", "3"], "needles = 3 does nothing with dataset 'text'"),
+        (["--dataset-format", "sharegpt"], "does nothing with dataset 'text'"),
+        (["--dataset", "text", "--needles", "3"], "needles"),
+        (["--dataset", "needles", "--dataset-format", "aime"], "aime"),
+        (["--preset", "demo", "--needles", "3"], "--needles"),
+    ],
+)
+def test_bad_options(options: list[str], words: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "offline", "--model", model, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_statistics() -> None:
     stats = SpeculationStats()
     stats.record_cycle(3, 3)
@@ -397,7 +531,7 @@ def test_smollm2(tmp_path: Path) -> None:
 def test_demo_prompts_are_4_to_6_thousand_tokens() -> None:
     loaded = load_tokenizer("smollm2-135m")
     smollm2 = InputProcessor(loaded.tokenizer, loaded.config.vocab_size, loaded.eos_token_ids, 0)
-    lengths = [len(prompt) for prompt in demo_dataset().prompts(smollm2, None, 8000, 0)]
+    lengths = [len(prompt) for prompt in demo_dataset().select(smollm2, None, 8000, 0).prompts]
     assert len(lengths) == 8
     assert 3800 <= min(lengths) <= max(lengths) <= 6200
     assert sum(lengths) < 38_000

@@ -242,7 +242,7 @@ def test_every_engine_and_sampling_option_is_on_the_command_line() -> None:
         "--requests",
         "--max-tokens",
         "--budget",
-        "--seed",
+        "--seeds",
         "--json",
         "--preset",
     } <= bench
@@ -260,3 +260,12 @@ def test_help_needs_no_torch(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "aspire-llm" in done.stdout
+
+
+def test_json_files_keep_lists_of_numbers_on_one_line(tmp_path: Path) -> None:
+    value = {"a": [1, 2.5, None], "b": {"c": [[1], []], "d": {}}, "e": [{"é": "ü"}], "f": (True, "x")}
+    with OutputFile(str(tmp_path / "out.json"), "--json") as out:
+        out.write_json(value | {"g": float("-inf")})
+    text = (tmp_path / "out.json").read_text(encoding="utf-8")
+    assert json.loads(text) == {**value, "f": [True, "x"], "g": None}
+    assert '"a": [1, 2.5, null],\n' in text

@@ -14,26 +14,33 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from live_server import live_server, wait_for
+from serving_server import engine, served, served_model
 
 FOLDER = Path(__file__).parent.parent / "deploy" / "grafana"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "aspire-llm.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel.get("targets", ())]
-FUNCTIONS = {"sum", "max", "rate", "by", "on", "group_left", "histogram_quantile", "label_values"}
+FUNCTIONS = {"sum", "max", "avg", "rate", "by", "on", "group_left", "histogram_quantile", "label_values"}
 FROM_PROMETHEUS = {"instance"}  # a label that the scrape adds
 NAME = re.compile(r"(?<![\w:$\"{])([a-z_]+(?::[a-z_0-9]+)?)(?=\{)")  # before its selector
 
 
 @pytest.fixture(scope="module")
 def offered() -> dict[str, set[str]]:
-    """Sample names of /metrics, each with its labels, after a few requests with accepted drafts."""
+    """Sample names of /metrics, each with its labels: of a server whose drafts are accepted, and of one whose policy has a
+    price (the first one's is a script, so that drafts come soon)."""
     with live_server() as server, httpx.Client(base_url=server.url, timeout=60) as client:
         assert client.post("/v1/completions", json={"prompt": "one", "max_tokens": 8}).status_code == 200
         server.load(3)
         wait_for(lambda: "accepted_tokens_per_pos_total{" in client.get("/metrics").text, "an accepted draft")
         text = client.get("/metrics").text
+    llm = engine(served_model(), method="aspire")
+    with served(llm) as priced, httpx.Client(base_url=priced.url, timeout=60) as client:
+        assert client.post("/v1/completions", json={"prompt": "one", "max_tokens": 8}).status_code == 200
+        more = client.get("/metrics").text
+    llm.shutdown()
     samples: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(text):
+    for family in (*text_string_to_metric_families(text), *text_string_to_metric_families(more)):
         for sample in family.samples:
             samples.setdefault(sample.name, set()).update(sample.labels)
     return samples
@@ -80,6 +87,8 @@ def test_names_the_engine_promises_are_shown(offered: dict[str, set[str]]) -> No
         *("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
         *("vllm:spec_decode_num_accepted_tokens_per_pos_total", "vllm:num_preemptions_total"),
         *("aspire:rows_total", "aspire:draft_length_bucket", "aspire:step_seconds_bucket"),
+        *("aspire:price_tokens_per_second", "aspire:step_predicted_ratio_bucket", "aspire:step_predicted_ratio_count"),
+        *("aspire:refresh_predicted_seconds_total", "aspire:refresh_kv_tokens_read_total"),
     ):
         assert name in shown, name
         assert name in offered, name

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from aspire_llm.models.ops import TorchOps
 
 pytest.importorskip("triton")
 
 from aspire_llm.models.kernels import TritonOps
+from aspire_llm.models.stream import StreamOps, num_splits
 
 pytestmark = pytest.mark.kernel
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,4 +63,45 @@ def test_norm_rope(heads: int, kv_heads: int, dim: int, normed: bool, dtype: tor
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8), (4, 1536), (2, 1500)])
 def test_silu_mul(tokens: int, width: int, dtype: torch.dtype) -> None:
     gate_up = random(tokens, 2 * width, dtype=dtype) * 3
-    close(TritonOps().silu_mul(gate_up), TorchOps().silu_mul(gate_up))
+    gate, up = gate_up.chunk(2, dim=-1)
+    close(TritonOps().silu_mul(gate_up), F.silu(gate) * up)
+
+
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "k"), [(1, 64, 256), (5, 128, 512), (16, 64, 128), (17, 192, 256), (64, 64, 384)]
+)
+def test_streamed_products(tokens: int, rows: int, k: int) -> None:
+    x, w = random(tokens, k, dtype=HALF), random(rows, k, dtype=HALF) / 16
+    stream, residual, norm = random(tokens, rows, dtype=HALF), random(rows, dtype=HALF), StreamOps(num_programs=6)
+    parts = norm.delta(x, w)
+    assert parts.dtype == torch.float32
+    assert parts.shape == (num_splits(rows, k, 6), tokens, rows)
+    close(parts.sum(0).to(HALF), F.linear(x, w))
+    expected = TorchOps().add_norm(stream.clone(), F.linear(x, w), residual, 1e-5)
+    for ours, theirs in zip(norm.add_norm(stream.clone(), parts, residual, 1e-5), expected, strict=True):
+        close(ours, theirs)
+    gate_up = torch.cat([w, w.flip(0)])
+    close(norm.gated(x, gate_up), TorchOps().gated(x, gate_up))
+
+
+@pytest.mark.parametrize(("tokens", "rows", "k"), [(65, 64, 256), (3, 60, 256), (3, 64, 100), (0, 64, 256)])
+def test_other_shapes_are_not_streamed(tokens: int, rows: int, k: int) -> None:
+    x, w = random(tokens, k, dtype=HALF), random(rows, k, dtype=HALF) / 16
+    ops = StreamOps(num_programs=6)
+    assert torch.equal(ops.delta(x, w), F.linear(x, w))
+    assert ops.gated(x, torch.cat([w, w])).shape == (tokens, rows)
+
+
+def test_a_bias_is_added() -> None:
+    x, w, bias = random(3, 256, dtype=HALF), random(64, 256, dtype=HALF) / 16, random(64, dtype=HALF)
+    assert torch.equal(StreamOps(6).delta(x, w, bias), F.linear(x, w, bias))
+
+
+def test_parts_fill_the_device_in_whole_steps() -> None:
+    assert num_splits(4096, 4096, 132) == 2  # Qwen3-8B's o on an H200: 64 strips
+    assert num_splits(4096, 12288, 132) == 2
+    assert num_splits(64, 384, 132) == 3  # 384 = 3 steps of 128
+    assert num_splits(64 * 200, 4096, 132) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -12,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from aspire_llm.serving.live import LiveMonitor
+from aspire_llm.serving.server import Line
 from serving_server import NAME, Served, engine, raw_request, served, served_model
 
 MODEL = served_model()
@@ -199,6 +202,66 @@ def test_paths_methods_and_models(client: httpx.Client) -> None:
     refused(client.post("/v1/abort", json={"request_id": "x"}), 404, "'x'")
     for path in ("/static/../app.py", "/static/..%2f..%2fapp.py", "/static/%2e%2e/app.py", "/%2e%2e/etc/passwd"):
         assert client.get(path).status_code == 404
+
+
+def test_no_path_leaves_the_pages_files() -> None:
+    """As sent on the wire: HTTP clients tidy paths up before they send them."""
+    llm = engine(MODEL)
+    with served(llm, LiveMonitor()) as made:
+        for path in (
+            *("/static/../live.py", "/static/%2e%2e/live.py", "/static/..%2flive.py", "/static/..%5clive.py"),
+            *("/static//etc/passwd", "/static/%2fetc%2fpasswd", "/static/....//live.py", "/../../../etc/passwd"),
+            *("/static/index.html%00.js", "/static/./app.js", "//static/../../etc/passwd", "/static/.."),
+        ):
+            request = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            answer = raw_request(made.port, request.encode())
+            assert answer.split()[1] in (b"400", b"404"), (path, answer[:200])
+            assert b"import" not in answer
+            assert b"root:" not in answer
+        good = raw_request(made.port, b"GET /static/app.js HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert good.split()[1] == b"200"
+    llm.shutdown()
+
+
+def test_a_burst_stands_in_line() -> None:
+    """Hundreds of requests that come at once are read a few in a turn of the event loop, in order; what was closed is not."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        line, turns, taken = Line(), 0, []
+
+        class Client:
+            def __init__(self, number: int) -> None:
+                self.number, self.loop = number, loop
+
+            def take(self, data: bytes) -> None:
+                taken.append((turns, self.number, data))
+
+        for number in range(50):
+            line.put(Client(number), b"%d" % number)  # type: ignore[arg-type]
+        while len(taken) < 50:
+            await asyncio.sleep(0)
+            turns += 1
+        assert [number for _, number, _ in taken] == list(range(50))
+        for turn in range(turns):
+            assert sum(at == turn for at, _, _ in taken) <= Line.PER_TURN
+
+    asyncio.run(scenario())
+
+
+def test_pieces_of_one_request_keep_their_order(server: Served) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    whole = head.encode() + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    for size in (1, 7, 60):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for start in range(0, len(whole), size):
+                connection.sendall(whole[start : start + size])
+            received = b""
+            while chunk := connection.recv(65536):
+                received += chunk
+        assert received.startswith(b"HTTP/1.1 200"), (size, received)
 
 
 def test_tokenize_and_back(client: httpx.Client) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import logging
 import socket
@@ -15,10 +17,14 @@ import pytest
 
 from aspire_llm import AsyncLLM
 from aspire_llm.engine.engine import Step
+from aspire_llm.engine.launched import Launched
+from aspire_llm.scheduler.plan import StepPlan
+from aspire_llm.serving import server as server_module
 from aspire_llm.serving.app import attach, create_app
 from aspire_llm.serving.logs import JsonFormatter
-from aspire_llm.serving.server import Server, listen
+from aspire_llm.serving.server import Server, keep_collections_short, listen, tidy
 from aspire_llm.serving.settings import make_settings
+from aspire_llm.serving.state import Running, ServerState
 from serving_server import Served, engine, served, served_model
 
 MODEL = served_model()
@@ -59,8 +65,38 @@ def events_of(stream: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+class Gate:
+    """Holds every step back, on the engine's thread, until the test lets it go; counts the rows of each plan."""
+
+    def __init__(self, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []  # of each plan that was made
+        self._held = threading.Semaphore(0)
+        self._free = threading.Semaphore(0)
+        launch = llm.engine.runner.launch
+
+        def held(plan: StepPlan) -> Launched:
+            self.rows.append(len(plan.rows))
+            self._held.release()
+            assert self._free.acquire(timeout=60)
+            return launch(plan)
+
+        monkeypatch.setattr(llm.engine.runner, "launch", held)
+
+    def wait(self) -> None:
+        """Until a step is running."""
+        assert self._held.acquire(timeout=60)
+
+    def go(self) -> None:
+        self._free.release()
+
+
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_request_within_a_step(slow: AsyncLLM, brake: Brake, stream: bool) -> None:
+def test_a_client_that_leaves_is_in_no_later_plan(
+    slow: AsyncLLM, brake: Brake, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves while a step runs; that step is its last, though others go on."""
+    brake.seconds = 0.0
+    gate = Gate(slow, monkeypatch)
     with served(slow) as server:
         body = json.dumps({**LONG, "stream": stream, "n": 3}).encode()
         head = (
@@ -68,11 +104,18 @@ def test_a_client_that_leaves_ends_its_request_within_a_step(slow: AsyncLLM, bra
         )
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head.encode() + body)
-            while brake.steps < 4:
-                time.sleep(0.005)
-            before = brake.steps
+            for _ in range(3):
+                gate.wait()
+                gate.go()
+            gate.wait()
+        deadline = time.monotonic() + 30
+        while slow._running and time.monotonic() < deadline:  # until the server has seen it leave
+            time.sleep(0.005)
+        assert not slow._running
+        assert gate.rows[-1] == 3
+        gate.go()
         server.assert_idle()
-        assert brake.steps - before <= 3  # the step that ran, and one more if the news came during the next
+        assert len(gate.rows) == 4  # the step that ran was the last
 
 
 def test_starting_then_ready() -> None:
@@ -99,7 +142,6 @@ def test_starting_then_ready() -> None:
 
 def served_app(app: Any, settings: Any) -> Any:
     """As `served`, of an application without an engine."""
-    import asyncio
     from contextlib import contextmanager
 
     @contextmanager
@@ -216,3 +258,36 @@ def test_json_log() -> None:
     made = json.loads(JsonFormatter().format(record))
     assert (made["message"], made["level"], made["request_id"]) == ("a\nb", "info", "r")
     assert "\n" not in JsonFormatter().format(record)
+
+
+def test_full_collections_wait_until_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stop everything, so what is loaded is left out of them, and they come when nobody waits."""
+    before = gc.get_threshold()
+    try:
+        keep_collections_short()
+        assert gc.get_freeze_count() > 10_000
+        assert gc.get_threshold() == (*before[:2], server_module.RARELY)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+    collected: list[int] = []
+    monkeypatch.setattr(server_module, "TIDY_SECONDS", 0.0)
+    monkeypatch.setattr(gc, "get_count", lambda: (0, 0, 1))
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(len(state.running)))
+    state = ServerState(make_settings())
+    state._llm = object()  # type: ignore[assignment]
+
+    async def scenario() -> None:
+        tidying = asyncio.create_task(tidy(state))
+        state.running["a"] = Running("a", "x")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not collected
+        del state.running["a"]
+        while not collected:
+            await asyncio.sleep(0)
+        tidying.cancel()
+
+    asyncio.run(scenario())
+    assert set(collected) == {0}
+    state.close()

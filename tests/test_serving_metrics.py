@@ -10,7 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aspire_llm import LLM, SamplingParams
+from aspire_llm.engine.engine import Step
 from aspire_llm.engine.metrics import Counter, EngineMetrics, Gauge, Histogram, Metric, Vector
+from aspire_llm.policy.base import Priced
+from aspire_llm.request import RowKind
 from serving_server import NAME, engine, served, served_model
 from tiny import FixedCost
 
@@ -41,6 +44,10 @@ EXPECTED = {
     "aspire:row_tokens_total",
     "aspire:kv_tokens_read_total",
     "aspire:steps_total",
+    "aspire:price_tokens_per_second",
+    "aspire:refresh_kv_tokens_read_total",
+    "aspire:refresh_predicted_seconds_total",
+    "aspire:step_predicted_ratio_bucket",
     "aspire:http_requests_total",
     "process_open_fds",
     "process_resident_memory_bytes",
@@ -119,8 +126,48 @@ def test_predicted_and_measured_time_of_steps() -> None:
     assert measured == pytest.approx(histogram(found, "aspire:step_seconds").sum)
     assert measured / 100 < value(found, "aspire:step_predicted_seconds") < measured * 100
     assert histogram(found, "aspire:step_seconds").count == value(found, "aspire:steps")
+    residuals = histogram(found, "aspire:step_predicted_ratio")
+    assert residuals.count == value(found, "aspire:steps")
+    assert residuals.sum > 0
     plain = local_engine(method="plain").get_metrics()
     assert not [m for m in plain if m.name == "aspire:step_predicted_seconds"]  # nothing predicts there
+
+
+def test_what_refreshing_costs_and_what_a_draft_must_bring() -> None:
+    """A refresh layer reads all there is before a draft: of two layers it is half of that, priced by the KV token."""
+    llm = local_engine(method="aspire", budget=32, refresh_layers=(1,))
+    cost = llm.engine.cost
+    assert cost is not None
+    read = 0
+
+    def count(step: Step) -> None:
+        nonlocal read
+        assert step.plan is not None
+        # nothing is late here: a draft at position p reads p + 1 tokens, and stands right before its row's reach
+        read += sum(row.reach for row in step.plan.rows if row.kind is RowKind.DRAFT)
+
+    llm.generate(["y" * 300, "z" * 100], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), on_step=count)
+    found = llm.get_metrics()
+    drafts = value(found, "aspire:rows", kind="draft")
+    assert drafts > 0
+    assert 100 * drafts < read < 340 * drafts
+    assert value(found, "aspire:refresh_kv_tokens_read") == pytest.approx(read / 2)
+    assert value(found, "aspire:refresh_predicted_seconds") == pytest.approx(cost.per_kv * read / 2)
+    # what the backend counted is that, and at most the budget and the tail in the other layer
+    all_reads = value(found, "aspire:kv_tokens_read", kind="draft")
+    assert read / 2 < all_reads <= read / 2 + drafts * (32 + 16) / 2
+    policy = llm.engine.scheduler.policy
+    assert isinstance(policy, Priced)
+    assert value(found, "aspire:price_tokens_per_second") == policy.price == 0.0  # nobody is left
+    [request] = llm.inputs.requests("x" * 200, SamplingParams(max_tokens=40, ignore_eos=True))
+    llm.engine.add(request)
+    for _ in range(4):
+        llm.metrics.on_step(llm.engine.step())
+    # at least plain decoding's tokens a second: a draft that brings fewer is not made
+    assert value(llm.get_metrics(), "aspire:price_tokens_per_second") >= 1 / (1.0 + 0.01 + 0.05 * 250)
+    llm.engine.abort(request)
+    without = {metric.name for metric in local_engine(method="vegas").get_metrics()}
+    assert not without & {"aspire:price_tokens_per_second", "aspire:step_predicted_ratio"}
 
 
 def test_preemptions_and_aborts_are_counted() -> None:

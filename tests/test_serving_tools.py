@@ -91,6 +91,39 @@ def test_calls_are_read(form: Format, text: str, expected: list[Event]) -> None:
             assert read(make_parser(form, NAMES), pieces) == expected, size
 
 
+# What Qwen2.5-Coder-0.5B-Instruct wrote (greedy, its own template, tools get_weather and search_files): it leaves the tags out.
+QWEN_BARE = '{"name": "get_weather", "arguments": {"city": "Graz", "unit": "celsius"}}'
+QWEN_CALL = Call("get_weather", '{"city": "Graz", "unit": "celsius"}')
+QWEN_FENCED = """```json
+{
+  "name": "search_files",
+  "arguments": {
+    "pattern": "def main\\\\(.*\\\\)",
+    "folder": "/src"
+  }
+}
+```"""
+
+
+def test_recorded_outputs_of_a_small_qwen() -> None:
+    """Without tags a call is text in Hermes' form, as it stands; Llama's form reads the bare one. A fenced one is text."""
+    names = ["get_weather", "search_files"]
+    for size in (1, 4, 1000):
+        for form, text, expected in (
+            ("hermes", QWEN_BARE, [QWEN_BARE]),
+            ("llama3_json", QWEN_BARE, [QWEN_CALL]),
+            ("hermes", QWEN_FENCED, [QWEN_FENCED]),
+            ("llama3_json", QWEN_FENCED, [QWEN_FENCED]),
+            (
+                "hermes",
+                f"<tool_call>\n{QWEN_BARE}\n</tool_call>",
+                [Call("get_weather", QWEN_BARE[QWEN_BARE.index('{"city') : -1])],
+            ),
+        ):
+            pieces = [text[i : i + size] for i in range(0, len(text), size)]
+            assert read(make_parser(form, names), pieces) == expected, (form, text)  # type: ignore[arg-type]
+
+
 TOKENS = [
     "<tool_call>",
     "</tool_call>",

@@ -46,6 +46,8 @@ def make_scene(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Scene:
     """Pages are handed out shuffled; pages and positions that no row owns hold NaN; `padding` tokens follow the last row."""
     gen = torch.Generator().manual_seed(seed)
@@ -56,7 +58,8 @@ def make_scene(
     order = torch.randperm(num_pages, generator=gen, dtype=torch.int64)
     slots = torch.randperm(num_rows + 2, generator=gen)[:num_rows].tolist()
     table = torch.zeros(num_rows + 2, max_pages, dtype=torch.int32)
-    pool = KVPool(num_layers, kv_heads, dim, num_pages, page_size, dtype, torch.device(device))
+    scales = {"key_scales": [key_scale] * num_layers, "value_scales": [value_scale] * num_layers}
+    pool = KVPool(num_layers, kv_heads, dim, num_pages, page_size, dtype, torch.device(device), **scales)
     for tensor in (*pool.k, *pool.v):
         tensor.view(torch.uint8).fill_(0x7F) if dtype == torch.float8_e4m3fn else tensor.fill_(float("nan"))
     sets = torch.zeros(num_layers, num_rows + 2, set_width, dtype=torch.int32)
@@ -115,8 +118,6 @@ def attend(
     *,
     window: int | None = None,
     dense: bool = False,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every token in float64, K and V of the step being in the cache already: output [T, heads, D], and mean
     probability over heads times weight summed over each row's tokens [R, longest]. dense: sparse rows read everything."""
@@ -137,10 +138,10 @@ def attend(
                 seen = torch.arange(0 if window is None else max(0, position - window + 1), position + 1)
             table = batch.page_table[slot].cpu()
             places = table[seen // pool.page_size].long() * pool.page_size + seen % pool.page_size
-            k = pool.k[layer].cpu().float()[:, places].double().repeat_interleave(num_heads // kv_heads, 0) * key_scale
-            v = (
-                pool.v[layer].cpu().float()[:, places].double().repeat_interleave(num_heads // kv_heads, 0)
-                * value_scale
+            k, v = (
+                cache[layer].cpu().float()[:, places].double().repeat_interleave(num_heads // kv_heads, 0)
+                * scales[layer]
+                for cache, scales in ((pool.k, pool.key_scales), (pool.v, pool.value_scales))
             )
             logits = torch.einsum("hd,hnd->hn", scene.q[token].cpu().double(), k) * scene.scale
             p = logits.softmax(-1)

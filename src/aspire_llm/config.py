@@ -78,6 +78,10 @@ class EngineConfig(BaseModel):
     attention_backend: Literal["auto", "reference", "triton"] = Field(
         "auto", description="auto: triton on a GPU, else reference"
     )
+    deterministic: bool = Field(
+        False,
+        description="GPU: batch-invariant kernels, so that greedy tokens are plain decoding's to the bit in any batch; slower",
+    )
     enforce_eager: bool = Field(
         False, description="GPU: launch every kernel by itself instead of replaying CUDA graphs"
     )
@@ -93,6 +97,12 @@ class EngineConfig(BaseModel):
     kv_cache_memory: Size | None = Field(
         None,
         description="bytes of KV cache, e.g. 4G; default: what max_num_seqs needs, up to a share of the free memory",
+    )
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3"] = Field(
+        "auto", description="auto: the model's dtype; fp8 is fp8_e4m3 and takes half the memory of bfloat16"
+    )
+    calculate_kv_scales: bool = Field(
+        False, description="fp8 cache: measure at start-up how large keys and values get, instead of scales of 1"
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory for weights, cache and work"
@@ -148,6 +158,11 @@ def make_config(**options: Any) -> EngineConfig:
                     f"{name}={getattr(config, name)!r} does nothing with method {config.method!r}, which does not draft",
                     name,
                 )
+    if config.calculate_kv_scales and not config.kv_cache_dtype.startswith("fp8"):
+        raise UserError(
+            f"calculate_kv_scales=True does nothing with kv_cache_dtype={config.kv_cache_dtype!r}; use 'fp8'",
+            "calculate_kv_scales",
+        )
     context = config.context or config.preset.context
     if config.refresh_layers is not None and context != "refreshed":
         raise UserError(

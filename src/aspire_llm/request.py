@@ -81,7 +81,7 @@ class SamplingParams(BaseModel):
     Names, ranges and defaults as in vLLM; None means the default (for max_tokens: no limit but the context).
     Raises UserError naming the parameter, the value and the range.
 
-    logits_processors: callables `f(output_token_ids, logits)` or `f(prompt_token_ids, output_token_ids, logits)`, the
+    `logits_processors`: callables `f(output_token_ids, logits)` or `f(prompt_token_ids, output_token_ids, logits)`, the
     token ids as lists, the logits as a float32 tensor [vocabulary] that may be changed in place; they return the logits.
     Called for every drafted and every verified position, with the tokens (drafts included) before it.
     """
@@ -175,6 +175,10 @@ class TextStream(Protocol):
     @property
     def text(self) -> str:
         """What is certain so far: text that may still become part of a stop string or character is held back."""
+        ...
+
+    def new_text(self) -> str:
+        """What has been added to `text` since this was last asked for."""
         ...
 
     def push(self, token_id: int, *, ends: bool, may_stop: bool) -> str | None:
@@ -299,6 +303,8 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
+    """One continuation of a prompt. finish_reason: None while it runs."""
+
     index: int
     text: str
     token_ids: list[int]
@@ -309,6 +315,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
+    """A prompt and its n continuations, as far as they have come."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]

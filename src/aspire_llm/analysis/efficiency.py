@@ -25,7 +25,7 @@ def efficiency(
 
     A cycle of g drafts makes 1 + survival[0] + … + survival[g - 1] tokens and costs a request of a batch
 
-        g · (fixed / B + per_token) + fixed / B + (g + 1) · per_token + per_kv · KV tokens read;
+        g · (fixed / B + per_token) + fixed / B + (g + 1) · per_token + per_kv · KV tokens read + per_check · length;
 
     plain decoding costs fixed / B + per_token + per_kv · length a token. g = 0 is among the choices.
     """
@@ -37,7 +37,8 @@ def efficiency(
     for g, alive in enumerate(survival, 1):
         tokens += alive
         drafts += fixed + per_token + cost.per_kv * reads.draft(length + g, g)
-        verify = fixed + (g + 1) * per_token + cost.per_kv * reads.verify(length + g + 1)
+        read = reads.verify(length + g + 1)
+        verify = fixed + (g + 1) * per_token + (cost.per_kv + cost.per_check) * read
         rate = tokens / (drafts + verify)
         if rate > best.tokens_per_s:
             best = Efficiency(g, tokens, rate, rate * plain)

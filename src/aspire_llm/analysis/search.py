@@ -288,4 +288,10 @@ class ProfileSearch:
 
 
 def _coefficients(cost: CostModel) -> dict[str, float]:
-    return {"fixed": cost.fixed, "per_token": cost.per_token, "per_kv": cost.per_kv, "free_tokens": cost.free_tokens}
+    return {
+        "fixed": cost.fixed,
+        "per_token": cost.per_token,
+        "per_kv": cost.per_kv,
+        "free_tokens": cost.free_tokens,
+        "per_check": cost.per_check,
+    }

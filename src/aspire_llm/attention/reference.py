@@ -1,7 +1,8 @@
 """Attention in plain torch: the oracle that kernels are tested against, and what runs on the CPU.
 
 Dense rows are attended one by one: a request's pages are usually adjacent in the pool, so its keys are a view and nothing
-is copied. Sparse rows are gathered and attended together.
+is copied. Sparse rows are gathered and attended together. Where the cache holds smaller numbers than the model computes
+with, what a row reads is converted first.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class DenseRow:
         tuple[int, int], ...
     ]  # where positions 0 .. start + num_tokens - 1 lie in the pool: (first place, length)
     weighted: Tensor | None  # int64 [W]: the row's tokens that carry score weight
-    weights: Tensor | None  # float32 [W]
+    weights: Tensor | None  # float32 [n]: of all of them, 0 for the others
 
 
 @dataclass(slots=True)
@@ -136,9 +137,8 @@ class ReferenceBackend:
         )
         weighted = weights = None
         if i in batch.scored_rows:
-            row_weights = batch.score_weights[offset : offset + n]
-            weighted = row_weights.nonzero().flatten()
-            weights = row_weights[weighted]
+            weights = batch.score_weights[offset : offset + n]
+            weighted = weights.nonzero().flatten()
         return DenseRow(i, offset, n, start, runs, weighted, weights)
 
     def _sparse_rows(self, batch: AttentionBatch, rows: list[tuple[int, int]]) -> SparseRows:
@@ -183,7 +183,7 @@ class ReferenceBackend:
             for row in plan.refreshed:
                 self._run_dense(plan, row, layer, layer in self.refresh_layers, q, keys, values, out)
         elif plan.sparse is not None:
-            self._run_sparse(plan, plan.sparse, layer, q, keys, values, out)
+            self._run_sparse(plan, plan.sparse, layer, q, out)
         return out
 
     def _run_dense(
@@ -201,34 +201,35 @@ class ReferenceBackend:
         window = self.windows[layer]
         low = 0 if window is None else max(0, row.start - window + 1)
         runs = runs_from(row.runs, low)
-        if len(runs) > 1 and (len(runs) > MAX_RUNS or row.num_tokens >= FUSED_QUERY_TOKENS):
+        scattered = len(runs) > 1 and (len(runs) > MAX_RUNS or row.num_tokens >= FUSED_QUERY_TOKENS)
+        if scattered or self.pool.dtype != q.dtype:
             places = torch.cat([torch.arange(first, first + n, device=q.device) for first, n in runs])
-            keys, values = keys.index_select(1, places), values.index_select(1, places)
+            keys, values = self.pool.read(layer, places, q.dtype)
             runs = [(0, end - low)]
         plan.reads[row.index] += end - low
         span = slice(row.first_token, row.first_token + row.num_tokens)
         queries = q[span].transpose(0, 1)  # [Hq, n, D]
         weighted = row.weighted if score else None
-        probabilities: Tensor | None = None
+        probabilities, weights = None, row.weights  # of scored tokens, and of others whose weight is 0
         if row.num_tokens >= FUSED_QUERY_TOKENS:
             k, v = (t.narrow(1, *runs[0]) for t in (keys, values))
             out[span] = self._attend_fused(queries, k, v, row.start - low, window).transpose(0, 1)
             if weighted is not None:
                 positions = row.start - low + weighted
                 probabilities = self._probabilities(queries[:, weighted], keys, runs, positions, window)
+                weights = None if weights is None else weights[weighted]
         else:
             positions = row.start - low + torch.arange(row.num_tokens, device=q.device)
             p = self._probabilities(queries, keys, runs, positions, window)
             attended = weighted_sum(p.to(values.dtype).flatten(1, 2), values, runs)
             out[span] = attended.view(self.num_heads, row.num_tokens, -1).transpose(0, 1)
-            probabilities = None if weighted is None else p[:, :, weighted]
-        if probabilities is not None:
-            assert row.weights is not None
+            probabilities = None if weighted is None else p
+        if probabilities is not None and weights is not None:
             scores = plan.scores.get(layer)
             if scores is None:
                 scores = plan.scores[layer] = torch.zeros(len(plan.score_rows), plan.longest, device=q.device)
-            mean = probabilities.mean(dim=(0, 1))  # [W, keys]
-            scores[plan.score_rows[row.index], low:end] = row.weights @ mean
+            by_head = weights.repeat(self.num_heads) / self.num_heads  # one product instead of a mean over copies
+            scores[plan.score_rows[row.index], low:end] = by_head @ probabilities.flatten(0, 2)
 
     def _probabilities(
         self, queries: Tensor, keys: Tensor, runs: Runs, positions: Tensor, window: int | None
@@ -263,13 +264,12 @@ class ReferenceBackend:
         )
         return out[0]
 
-    def _run_sparse(
-        self, plan: ReferencePlan, rows: SparseRows, layer: int, q: Tensor, keys: Tensor, values: Tensor, out: Tensor
-    ) -> None:
+    def _run_sparse(self, plan: ReferencePlan, rows: SparseRows, layer: int, q: Tensor, out: Tensor) -> None:
         places = rows.places[layer]  # [R, M]
         num_rows, width = places.shape
-        kv_heads, dim = keys.shape[0], keys.shape[2]
-        k, v = (t.index_select(1, places.flatten()).view(kv_heads, num_rows, width, dim) for t in (keys, values))
+        keys, values = self.pool.read(layer, places.flatten(), q.dtype)
+        kv_heads, _, dim = keys.shape
+        k, v = (t.view(kv_heads, num_rows, width, dim) for t in (keys, values))
         queries = (
             (q[rows.tokens] * self.scale)
             .view(num_rows, -1, kv_heads, self.num_heads // kv_heads, dim)

@@ -14,6 +14,17 @@ import torch
 PACKAGES = ("aspire-llm", "torch", "transformers", "triton", "numpy")
 
 
+def report(command: str, started: str) -> dict[str, Any]:
+    """What every benchmark's JSON says of where it comes from. started: the time, ISO 8601."""
+    return {
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "command": command,
+        "started": started,
+    }
+
+
 def machine() -> dict[str, Any]:
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []

@@ -1,10 +1,13 @@
-"""The truth that policy `hindsight` is told on the real engine: what plain decoding of the same prompts gave."""
+"""The truth that policy `hindsight` is told on the real engine: what plain decoding of the same prompts gave, or, where
+acceptance is replayed, what the trace says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from aspire_llm.bench.replay import place_in_trace
 from aspire_llm.engine.engine import Step
+from aspire_llm.policy.trace import Trace
 from aspire_llm.request import Request, RowKind
 
 
@@ -44,3 +47,23 @@ class PlainContinuations:
     def all_right(self, key: int, pending: int) -> bool:
         start = len(self._requests[key].output_token_ids)
         return self._drafts[key][:pending] == list(self._tokens[key][start : start + pending])
+
+
+class TraceContinuations:
+    """A `policy.hindsight.Truth`: which drafts the `ReplaySampler` of the same trace will accept. `begin` before a run."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}  # by key
+        self._trace: Trace | None = None
+
+    def begin(self, requests: Sequence[Request], trace: Trace) -> None:
+        self._requests = {request.key: request for request in requests}
+        self._trace = trace
+
+    def all_right(self, key: int, pending: int) -> bool:
+        assert self._trace is not None
+        request = self._requests[key]
+        source, first = place_in_trace(request.seed, self._trace.num_requests, len(self._trace.drafts[0]))
+        drafts = self._trace.drafts[source]
+        start = first + (len(request.output_token_ids) - 1) // self._trace.stride
+        return drafts[start % len(drafts)].accepted >= pending

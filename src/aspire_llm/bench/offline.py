@@ -1,36 +1,35 @@
 """Throughput of a batch under several methods: same model, same prompts, same KV cache, same step limits.
 
-Prompts are prefilled once, by plain decoding, and every method starts from these cached prefixes (the last, partial page of
-each prompt is computed again by all of them). What is measured is decoding: tokens and wall time of the steps that have no
-prompt rows. Each method first decodes one prompt unmeasured; with repeats the methods take turns: A B C A B C.
-Besides the presets there is `hindsight`, the upper bound: it is told what plain decoding says.
+For every seed (other prompts, other replayed fates) prompts are prefilled once, by plain decoding, and every method starts
+from these cached prefixes (the last, partial page of each prompt is computed again by all of them). What is measured is
+decoding: tokens and wall time of the steps that have no prompt rows. Each method first decodes one prompt unmeasured; with
+repeats the methods take turns: A B C A B C. Besides the presets there is `hindsight`, the upper bound: it is told what plain
+decoding says. With replayed acceptance the engine does all of its work, and a trace makes the accept decisions.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-from aspire_llm.bench.datasets import Dataset
-from aspire_llm.bench.hindsight import PlainContinuations
+from aspire_llm.bench.datasets import Dataset, Selection
+from aspire_llm.bench.hindsight import PlainContinuations, TraceContinuations
+from aspire_llm.bench.measure import Run, Tell, free_all_but, measure, prefill
 from aspire_llm.bench.memory import PeakMemory
-from aspire_llm.cache.pages import PageAllocator
-from aspire_llm.config import METHODS, EngineConfig, make_config
-from aspire_llm.engine.engine import Step
+from aspire_llm.bench.methods import HINDSIGHT
+from aspire_llm.bench.replay import ReplaySampler
+from aspire_llm.bench.replay_source import ReplaySource
+from aspire_llm.config import EngineConfig
 from aspire_llm.engine.llm import LLM, OnStep
 from aspire_llm.errors import UserError
 from aspire_llm.policy.cost import CostModel
-from aspire_llm.policy.factory import POLICY_SETTINGS
-from aspire_llm.request import Request, RowKind, SamplingParams, SpeculationStats
+from aspire_llm.policy.trace import Trace
+from aspire_llm.request import Request, SamplingParams
 
 REFERENCE = "plain"
-HINDSIGHT = "hindsight"  # the bound: drafts as `aspire`, told what plain decoding says
-HINDSIGHT_DRAFTS_AS = "aspire"
 WARM_UP_TOKENS = 24
-DRAFTING_OPTIONS = ("budget", "draft_tokens", "refresh_layers", "profile")
 
 
 class OnProgress(Protocol):
@@ -40,258 +39,231 @@ class OnProgress(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRun:
-    """One request under one method. seconds: from its first token to its last."""
+class Plan:
+    """What is measured, apart from methods and prompts."""
 
-    prompt_tokens: int
-    token_ids: list[int]
-    finish_reason: str | None
-    stats: SpeculationStats
-    seconds: float
+    params: SamplingParams  # greedy
+    requests: int | None = None  # of a batch; None: as many as the dataset is made for
+    seeds: tuple[int, ...] = (0,)
+    repeats: int = 1  # for each seed
+    replay: ReplaySource | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One method, once. tokens and seconds: of the steps without prompt rows."""
+class Batch:
+    """The prompts of one seed, and what plain decoding says about them."""
 
-    requests: list[RequestRun]
-    tokens: int
-    seconds: float
-    peak_memory_bytes: int
+    seed: int
+    selection: Selection
+    trace: Trace | None  # that decides what is accepted
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+    def prompts(self) -> list[list[int]]:
+        return self.selection.prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What `hindsight` is told for a run: plain decoding of the same prompts."""
+class Turn:
+    """One measurement in the order they were made; `repeat` counts within the seed."""
 
-    truth: PlainContinuations
-    plain: Run
+    method: str
+    seed: int
+    repeat: int
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a method's engine came down to."""
+
+    context: str | None
+    policy: str
+    budget: int | None
+    max_draft_tokens: int
+    refresh_layers: tuple[int, ...]
+    cost: CostModel | None  # as it is now
 
 
 @dataclass(frozen=True, slots=True)
 class Offline:
-    """What `run_offline` measured. runs: a list for each method, one entry a repeat."""
+    """What `run_offline` measured."""
 
     model: str
-    runs: dict[str, list[Run]]
+    dtype: str
+    device: str
+    plan: Plan
+    dataset: Dataset
+    batches: list[Batch]
+    turns: list[Turn]
+    settings: dict[str, Setting]
     prompt_tokens: int
     prefill_seconds: float
     shared_prefill: bool  # False: prefix caching is off or the cache is too small, and every method prefilled by itself
+    weights_bytes: int
+    kv_cache_bytes: int
     memory_means: str
 
+    @property
+    def replayed(self) -> bool:
+        return self.plan.replay is not None
 
-def method_configs(methods: Sequence[str], options: Mapping[str, Any]) -> dict[str, EngineConfig]:
-    """A config for each method, `plain` first: options that only some methods have go to those. Raises UserError, also for
-    an option that none of them has."""
-    chosen: dict[str, dict[str, Any]] = {}
-    for method in dict.fromkeys((REFERENCE, *methods)):
-        if method not in (*METHODS, HINDSIGHT):
-            raise UserError(f"method {method!r} is unknown; known: {', '.join((*METHODS, HINDSIGHT))}", "method")
-        common = {name: value for name, value in options.items() if name not in DRAFTING_OPTIONS}
-        if method == HINDSIGHT:
-            chosen[method] = {**common, "method": HINDSIGHT_DRAFTS_AS, "policy": HINDSIGHT}
-        else:
-            chosen[method] = {**common, "method": method}
-    for name in DRAFTING_OPTIONS:
-        if name not in options:
-            continue
-        refused: UserError | None = None
-        taken = False
-        for settings in chosen.values():
-            try:
-                check_option(make_config(**settings, **{name: options[name]}), name)
-            except UserError as error:
-                refused = error
-            else:
-                settings[name] = options[name]
-                taken = True
-        if not taken and refused is not None:
-            raise refused
-    return {method: make_config(**settings) for method, settings in chosen.items()}
-
-
-def check_option(config: EngineConfig, name: str) -> None:
-    """Raises UserError if the policy has no use for the option `name`."""
-    policy = config.policy or config.preset.policy
-    takes, _ = POLICY_SETTINGS[policy]
-    if name == "draft_tokens" and "draft_length" not in takes:
-        raise UserError(f"draft_tokens={config.draft_tokens} does nothing with policy {policy!r}", name)
+    def of(self, method: str) -> list[Turn]:
+        return [turn for turn in self.turns if turn.method == method]
 
 
 def run_offline(
-    configs: Mapping[str, EngineConfig],
-    dataset: Dataset,
-    params: SamplingParams,
-    *,
-    requests: int | None = None,
-    repeats: int = 1,
-    seed: int = 0,
-    on_progress: OnProgress | None = None,
+    configs: Mapping[str, EngineConfig], dataset: Dataset, plan: Plan, *, on_progress: OnProgress | None = None
 ) -> Offline:
-    """Decode the dataset's prompts under every method (the first is the reference). Raises UserError before it measures
-    anything if the dataset does not fit the model."""
+    """Decode the dataset's prompts under every method; `plain`, the reference, must come first. Raises UserError before it
+    measures anything if the dataset does not fit the model."""
     report = on_progress or _ignore
     report("loading", 0, 0)
-    first, *others = configs.items()
-    llms = {first[0]: LLM(**first[1].model_dump(exclude_unset=True))}
-    base = llms[first[0]]
-    context = base.engine.scheduler.limits.max_model_len
-    room = context - params.max_tokens
-    if room < 1:
-        raise UserError(f"max_tokens = {params.max_tokens}: the context of {context} leaves no room for a prompt")
-    prompts = dataset.prompts(base.inputs, requests, room, seed)
-    truth = PlainContinuations()
+    (_, reference), *others = configs.items()
+    base = LLM(**reference.model_dump(exclude_unset=True))
+    batches = choose_batches(base, dataset, plan)
+    bench = _Bench({REFERENCE: base}, plan)
     cost: CostModel | None = None
     for method, config in others:
-        told_by = truth if method == HINDSIGHT else None
+        told_by = bench.truth if method == HINDSIGHT else None
         options = config.model_dump(exclude_unset=True)
-        llms[method] = LLM(loaded=base.model, cache=base.cache, cost=cost, truth=told_by, **options)
-        cost = cost or llms[method].engine.cost  # one calibration serves all
+        llm = LLM(loaded=base.model, cache=base.cache, cost=cost, truth=told_by, **options)
+        cost = cost or llm.engine.cost  # one calibration serves all
+        bench.llms[method] = llm
 
-    prompt_tokens = sum(map(len, prompts))
-    prefill_seconds = 0.0
-    if base.config.enable_prefix_caching:
-        prefill_seconds = prefill(base, prompts, params, lambda done: report("prefill", done, prompt_tokens))
-    warm_up = params.model_copy(update={"max_tokens": min(WARM_UP_TOKENS, params.max_tokens)})
-    warm_ups: list[Run] = []
-    shared = base.config.enable_prefix_caching
-    memory = PeakMemory(base.engine.runner.device)
-    for method, llm in llms.items():
-        report(f"{method}: warming up", 0, 0)
-        told = Told(truth, warm_ups[0]) if method == HINDSIGHT else None
-        warm_ups.append(measure(llm, prompts[:1], warm_up, memory, told=told))
-    runs: dict[str, list[Run]] = {method: [] for method in llms}
-    most = len(prompts) * params.max_tokens
-    for repeat in range(repeats):
-        for method, llm in llms.items():
-            name = method if repeats == 1 else f"{method} ({repeat + 1}/{repeats})"
-            if base.config.enable_prefix_caching:
-                free_all_but(base.cache.pages, prompts)
-            told = Told(truth, runs[REFERENCE][0]) if method == HINDSIGHT else None
-            show = partial(report, name, most=most)
-            run = measure(llm, prompts, params, memory, show, told=told)
-            runs[method].append(run)
+    shared = caching = base.config.enable_prefix_caching
+    prompt_tokens, prefill_seconds = sum(len(prompt) for batch in batches for prompt in batch.prompts), 0.0
+    turns: list[Turn] = []
+    for batch in batches:
+        name = f" (seed {batch.seed})" if len(batches) > 1 else ""
+        if caching:
+            most = sum(map(len, batch.prompts))
+            show = partial(report, f"prefill{name}", most=most)
+            prefill_seconds += prefill(base, batch.prompts, plan.params, show)
+        bench.begin(batch)
+        if batch is batches[0]:
+            bench.warm_up(report)
+        for turn in bench.turns(report, caching, name):
+            turns.append(turn)
             # what every method computes itself: the last page, and the tokens whose queries it scores
-            own = base.config.block_size + llm.engine.scheduler.limits.min_last_chunk
-            shared &= all(request.stats.num_cached_tokens >= request.prompt_tokens - own for request in run.requests)
-    return Offline(base.config.model, runs, prompt_tokens, prefill_seconds, shared, memory.what)
-
-
-def prefill(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, on_tokens: Callable[[int], None]) -> float:
-    """Compute every prompt, so that its pages are in the prefix cache, and nothing else. Returns the seconds."""
-    started = time.perf_counter()
-    done = 0
-    engine = llm.engine
-    # with the real limits on output, so that room to grow is left behind each prompt
-    requests = [request for prompt in prompts for request in llm.inputs.requests(prompt, params)]
-    try:
-        for request in requests:
-            engine.add(request)
-        while engine.has_work:
-            step = engine.step()
-            for request in requests:
-                if request.output_token_ids or request.finished:
-                    engine.abort(request)
-            if step.plan is not None:
-                done += sum(row.num_tokens for row in step.plan.rows if row.kind is RowKind.PREFILL)
-                on_tokens(done)
-    finally:
-        for request in requests:
-            engine.abort(request)
-    failed = next((request.error for request in requests if request.error), None)
-    if failed is not None:
-        raise UserError(f"prefill failed: {failed}")
-    return time.perf_counter() - started
-
-
-def measure(
-    llm: LLM,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    memory: PeakMemory,
-    on_tokens: Callable[[int], None] | None = None,
-    *,
-    told: Told | None = None,
-) -> Run:
-    """Decode `prompts` to the end. told: for policy `hindsight`."""
-    groups = [llm.inputs.requests(prompt, params) for prompt in prompts]
-    observers: list[OnStep] = []
-    if told is not None:
-        told.truth.begin([group[0] for group in groups], [request.token_ids for request in told.plain.requests])
-        observers.append(told.truth)
-    clock = DecodeClock(memory, on_tokens, observers)
-    memory.reset()
-    clock.start()
-    llm.run(groups, [None] * len(groups), clock)
-    requests = [group[0] for group in groups]
-    failed = next((request.error for request in requests if request.error), None)
-    if failed is not None:
-        raise UserError(f"method {llm.config.method}: a request failed: {failed}")
-    return Run([request_run(request) for request in requests], clock.tokens, clock.seconds, memory.peak_bytes())
-
-
-def request_run(request: Request) -> RequestRun:
-    assert request.first_token is not None
-    assert request.last_token is not None
-    return RequestRun(
-        prompt_tokens=len(request.prompt_token_ids),
-        token_ids=list(request.output_token_ids),
-        finish_reason=request.finish_reason,
-        stats=request.stats,
-        seconds=request.last_token - request.first_token,
+            own = base.config.block_size + bench.llms[turn.method].engine.scheduler.limits.min_last_chunk
+            shared &= all(r.stats.num_cached_tokens >= r.prompt_tokens - own for r in turn.run.requests)
+    decoder = base.model.decoder
+    return Offline(
+        model=base.config.model,
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        device=str(decoder.device),
+        plan=plan,
+        dataset=dataset,
+        batches=batches,
+        turns=turns,
+        settings={method: setting(llm) for method, llm in bench.llms.items()},
+        prompt_tokens=prompt_tokens,
+        prefill_seconds=prefill_seconds,
+        shared_prefill=shared,
+        weights_bytes=sum(p.numel() * p.element_size() for p in decoder.parameters()),
+        kv_cache_bytes=base.cache.pool.num_bytes,
+        memory_means=bench.memory.what,
     )
 
 
-class DecodeClock:
-    """Sums tokens and wall time (planning and bookkeeping included) of the steps that have no prompt rows."""
-
-    def __init__(
-        self, memory: PeakMemory, on_tokens: Callable[[int], None] | None = None, observers: Sequence[OnStep] = ()
-    ) -> None:
-        self.tokens = 0
-        self.seconds = 0.0
-        self._all_tokens = 0
-        self._memory = memory
-        self._on_tokens = on_tokens
-        self._observers = observers
-        self._last = 0.0
-
-    def start(self) -> None:
-        self._last = time.perf_counter()
-
-    def __call__(self, step: Step) -> None:
-        elapsed = time.perf_counter() - self._last
-        new = sum(progress.num_new_tokens for progress in step.progress)
-        self._all_tokens += new
-        if step.plan is not None and all(row.kind is not RowKind.PREFILL for row in step.plan.rows):
-            self.tokens += new
-            self.seconds += elapsed
-        self._memory.sample()
-        for observer in self._observers:
-            observer(step)
-        if self._on_tokens is not None:
-            self._on_tokens(self._all_tokens)
-        self._last = time.perf_counter()  # what this callback took is nobody's
+def choose_batches(llm: LLM, dataset: Dataset, plan: Plan) -> list[Batch]:
+    """The prompts of every seed, and the trace that decides about them. Raises UserError."""
+    context = llm.engine.scheduler.limits.max_model_len
+    most = plan.params.max_tokens
+    if most >= context:
+        raise UserError(f"max_tokens = {most}: the context of {context} leaves no room for a prompt")
+    batches = []
+    for seed in plan.seeds:
+        selection = dataset.select(llm.inputs, plan.requests, context - most, seed)
+        # drafts look past the end of an output; with positions for them the trace need not begin again
+        count, positions = len(selection.samples), most + llm.config.max_draft_tokens
+        trace = plan.replay.trace(seed, count, positions) if plan.replay is not None else None
+        if trace is not None and trace.max_draft < llm.config.max_draft_tokens:
+            raise UserError(
+                f"max_draft_tokens = {llm.config.max_draft_tokens}: trace {trace.name} has drafts of {trace.max_draft}; "
+                "take at most these",
+                "max_draft_tokens",
+            )
+        batches.append(Batch(seed, selection, trace))
+    return batches
 
 
-def free_all_but(pages: PageAllocator, prompts: Sequence[list[int]]) -> None:
-    """Forget every cached page but those of the prompts, so that each method finds the cache as the first one did.
+class _Bench:
+    """The engines of all methods on one model and cache, and the batch they decode in turn."""
 
-    Without this the pages behind a prompt would hold an earlier method's output, and the next method's would lie elsewhere.
-    The cache must be idle.
-    """
-    keys = range(-len(prompts) - 1, 0)  # no engine uses negative ones
-    filler, *holders = keys
-    for key, prompt in zip(holders, prompts, strict=True):
-        pages.open(key, prompt, pages.match_prefix(prompt, max_tokens=len(prompt)))
-    pages.open(filler, [], 0)
-    pages.reserve(filler, pages.num_free * pages.page_size)
-    for key in keys:
-        pages.release(key)
+    def __init__(self, llms: dict[str, LLM], plan: Plan) -> None:
+        self.llms = llms
+        self.truth = PlainContinuations() if plan.replay is None else TraceContinuations()
+        self.memory = PeakMemory(llms[REFERENCE].engine.runner.device)
+        self._plan = plan
+        self._batch: Batch | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """From now on this batch is decoded, and its trace decides."""
+        self._batch = batch
+        if batch.trace is None:
+            return
+        for llm in self.llms.values():
+            sampler = ReplaySampler(batch.trace, llm.config.max_num_seqs, llm.engine.runner.device)
+            llm.engine.runner.sampler = sampler  # type: ignore[assignment]
+
+    def warm_up(self, report: OnProgress) -> None:
+        assert self._batch is not None
+        most = min(WARM_UP_TOKENS, self._plan.params.max_tokens)
+        params = self._plan.params.model_copy(update={"max_tokens": most})
+        plain: Run | None = None
+        for method, llm in self.llms.items():
+            report(f"{method}: warming up", 0, 0)
+            run = measure(llm, self._batch.prompts[:1], params, self.memory, tell=self._tell(method, plain))
+            plain = plain or run
+
+    def turns(self, report: OnProgress, caching: bool, name: str) -> Iterator[Turn]:
+        """Every method once a repeat, in turn."""
+        assert self._batch is not None
+        batch, repeats = self._batch, self._plan.repeats
+        most = len(batch.prompts) * self._plan.params.max_tokens
+        plain: Run | None = None
+        for repeat in range(repeats):
+            for method, llm in self.llms.items():
+                stage = method + name if repeats == 1 else f"{method}{name} ({repeat + 1}/{repeats})"
+                if caching:
+                    free_all_but(llm.cache.pages, batch.prompts)
+                show = partial(report, stage, most=most)
+                tell = self._tell(method, plain)
+                run = measure(llm, batch.prompts, self._plan.params, self.memory, show, tell=tell)
+                plain = plain or run
+                yield Turn(method, batch.seed, repeat, run)
+
+    def _tell(self, method: str, plain: Run | None) -> Tell | None:
+        """plain: plain decoding's run of the same prompts."""
+        if method != HINDSIGHT:
+            return None
+        batch, truth = self._batch, self.truth
+        assert batch is not None
+
+        def tell(requests: Sequence[Request]) -> OnStep | None:
+            if isinstance(truth, PlainContinuations):
+                assert plain is not None
+                truth.begin(requests, [request.token_ids for request in plain.requests])
+                return truth
+            assert batch.trace is not None
+            truth.begin(requests, batch.trace)
+            return None
+
+        return tell
+
+
+def setting(llm: LLM) -> Setting:
+    runner, config = llm.engine.runner, llm.config
+    drafts = runner.selector is not None
+    return Setting(
+        context=(config.context or config.preset.context) if drafts else None,
+        policy=config.policy or config.preset.policy,
+        budget=runner.contexts.budget if drafts else None,
+        max_draft_tokens=llm.engine.scheduler.limits.max_draft_tokens,
+        refresh_layers=tuple(runner.selector.refresh_layers) if runner.selector is not None else (),
+        cost=llm.engine.cost,
+    )
 
 
 def _ignore(stage: str, done: int, most: int) -> None:

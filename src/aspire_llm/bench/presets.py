@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aspire_llm.bench.datasets import Dataset, RowDataset, TextDataset, shipped_text
+from aspire_llm.bench.datasets import Dataset, Lengths, shipped_text
+from aspire_llm.bench.workloads.rows import Row, RowDataset
+from aspire_llm.bench.workloads.text import TextDataset
 
 FOLKLORE = "The Meaning of ‘Hack’"  # first line of jargon_folklore.txt
 DEFAULT_TEXT = "jargon_lexicon.txt"
@@ -59,9 +61,9 @@ DEMO = (
 
 def demo_dataset() -> Dataset:
     """Eight real tasks on long texts, as conversations."""
-    rows = [{"messages": [{"role": "user", "content": f"{passage.text()}\n\n{passage.task}"}]} for passage in DEMO]
+    rows = [Row(messages=[{"role": "user", "content": f"{passage.text()}\n\n{passage.task}"}]) for passage in DEMO]
     return RowDataset("demo", rows)
 
 
-def default_dataset(lengths: tuple[int, int] | None) -> Dataset:
+def default_dataset(lengths: Lengths | None) -> Dataset:
     return TextDataset(DEFAULT_TEXT, shipped_text(DEFAULT_TEXT), lengths)

@@ -19,11 +19,19 @@ from aspire_llm.request import RowKind, SamplingParams
 from aspire_llm.sampling.batch import SampleBatch, SampleOutput
 
 
+def place_in_trace(seed: int, requests: int, starts: int) -> tuple[int, int]:
+    """The request of a trace that a request with this seed takes, and the start from which it does. Requests that share one
+    of the trace begin at different starts of it."""
+    return seed % requests, seed // requests * 5 % starts
+
+
 class ReplaySampler:
     """Stands in for `Sampler`: greedy, and deaf to every other parameter.
 
     The n-th token of a request's output is decided by the trace's draft from position n of one of its requests, chosen by
-    slot; a trace that is too short begins again.
+    the request's seed: give requests the seeds 0, 1, 2, … and each has the same fate under every method, whatever slot it
+    gets; seeds beyond the trace's requests take the same ones again, from other positions. A trace that is too short begins
+    again.
     """
 
     def __init__(self, trace: Trace, num_slots: int, device: torch.device) -> None:
@@ -32,7 +40,7 @@ class ReplaySampler:
         self._stride = trace.stride
         self._accepted = torch.from_numpy(accepted).to(device)  # [R, S]
         self._confidence = torch.from_numpy(confidence).to(device)  # [R, S, K]
-        self._rows = (torch.arange(num_slots + 1, device=device) % accepted.shape[0]).to(device)  # slot -> request
+        self._rows = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)  # slot -> request of the trace
         self._begins = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)  # slot -> tokens of its prompt
         self._cycle = torch.zeros(
             num_slots + 1, dtype=torch.int64, device=device
@@ -44,7 +52,9 @@ class ReplaySampler:
     def admit(
         self, slot: int, params: SamplingParams, seed: int, prompt_token_ids: Sequence[int], eos: Any = ()
     ) -> None:
-        self._begins[slot] = len(prompt_token_ids)
+        request, start = place_in_trace(seed, *self._accepted.shape)
+        self._rows[slot] = request
+        self._begins[slot] = len(prompt_token_ids) - self._stride * start
         self._cycle[slot] = len(prompt_token_ids)
 
     def release(self, slot: int) -> None:

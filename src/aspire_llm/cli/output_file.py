@@ -44,8 +44,9 @@ class OutputFile:
         return self
 
     def write_json(self, value: Any) -> None:
-        """Numbers that JSON does not have (the log-probability of a banned token is -inf) become null."""
-        self.write(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        """Indented, lists of numbers and texts on one line each. Numbers that JSON does not have (the log-probability of a
+        banned token is -inf) become null."""
+        self.write(_indented(_finite(value)) + "\n")
 
     def write(self, text: str) -> None:
         self.write_bytes(text.encode("utf-8"))
@@ -69,6 +70,18 @@ class OutputFile:
     ) -> None:
         if self._unfinished is not None:
             self._unfinished.unlink(missing_ok=True)
+
+
+def _indented(value: Any, indent: str = "") -> str:
+    inner = indent + "  "
+    if isinstance(value, dict) and value:
+        lines = [
+            f"{inner}{json.dumps(str(key), ensure_ascii=False)}: {_indented(v, inner)}" for key, v in value.items()
+        ]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        return "[\n" + ",\n".join(inner + _indented(item, inner) for item in value) + f"\n{indent}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -13,16 +13,19 @@ WIDTH = 100  # of what is written into files and pipes
 
 
 class ProgressBars:
-    """One bar for each stage of the work, one below the other. Where stderr is no terminal, a line for each stage."""
+    """One bar for each stage of the work, one below the other. Where stderr is no terminal, a line for each stage.
 
-    def __init__(self) -> None:
+    unit: what is counted.
+    """
+
+    def __init__(self, unit: str = "tokens") -> None:
         self._errors = Console(stderr=True)
         self._output = Console(width=None if sys.stdout.isatty() else WIDTH)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("tokens"),
+            TextColumn(unit),
             TimeElapsedColumn(),
             console=self._errors,
             disable=not self._errors.is_terminal,
@@ -40,7 +43,7 @@ class ProgressBars:
         self.stop()
 
     def show(self, stage: str, done: int, most: int) -> None:
-        """`stage` has done `done` of at most `most` tokens (0: not counted)."""
+        """`stage` has done `done` of at most `most` (0: not counted)."""
         if stage != self._stage:
             self.stop_stage()
             self._stage = stage

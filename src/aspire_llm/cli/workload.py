@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from aspire_llm.cli.commands.bench.offline import length_range, whole_number
+from aspire_llm.cli.numbers import length_range, whole_number
 from aspire_llm.cli.options import add_engine_options, engine_options
 from aspire_llm.config import EngineConfig, make_config
 from aspire_llm.errors import UserError
 
 if TYPE_CHECKING:
     from aspire_llm.analysis.recorder import Drafts, Method, Recorder
+    from aspire_llm.bench.datasets import Dataset, Selection
     from aspire_llm.cli.progress import ProgressBars
     from aspire_llm.models.load import LoadedModel
 
@@ -23,13 +25,52 @@ CONTEXT_OPTIONS = frozenset({"context", "budget", "refresh_layers", "profile"})
 
 def add_workload_options(parser: argparse.ArgumentParser, engine: frozenset[str] = MODEL_OPTIONS) -> None:
     """engine: which engine options the command takes."""
-    parser.add_argument(
-        "--dataset", metavar="FILE", help="where prompts come from: a text file or .jsonl (default: shipped tasks)"
-    )
-    parser.add_argument("--prompt-tokens", metavar="N-M", help="lengths of the pieces that a text is cut into")
+    add_dataset_options(parser, "shipped tasks")
     parser.add_argument("--requests", metavar="N", help=f"how many prompts (default {DEFAULT_REQUESTS})")
     parser.add_argument("--seed", metavar="N", help="chooses the places in the text, or the rows (default 0)")
     add_engine_options(parser, exclude=EngineConfig.model_fields.keys() - engine)
+
+
+def add_dataset_options(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--dataset",
+        metavar="NAME",
+        help="where prompts come from: a file (.jsonl or .json rows, else text), a folder of texts, needles, random, or text "
+        f"(shipped) (default: {default})",
+    )
+    parser.add_argument(
+        "--dataset-format",
+        metavar="NAME",
+        help="of the file: openai, sharegpt, longbench, aime, livecodebench, ruler, text (default: told by its first row)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        metavar="N-M",
+        help="lengths of prompts, such as 16-18K: rows that have them, or what is cut or made to them",
+    )
+    parser.add_argument("--needles", metavar="N", help="facts in each prompt of dataset needles (default 8)")
+
+
+def dataset_of(args: argparse.Namespace, default: str | None) -> Dataset:
+    """The dataset that the options name, else the one called `default`; None: the demo's tasks, or, where lengths are
+    given, the shipped text. Imports torch. Raises UserError."""
+    from aspire_llm.bench.presets import demo_dataset
+    from aspire_llm.bench.workloads.named import open_dataset
+
+    lengths = length_range(args.prompt_tokens) if args.prompt_tokens is not None else None
+    needles = whole_number("--needles", args.needles, 1) if args.needles is not None else None
+    name = args.dataset or default or ("text" if lengths is not None else None)
+    if name is not None:
+        return open_dataset(name, args.dataset_format, lengths, needles)
+    for option, given in (("--dataset-format", args.dataset_format), ("--needles", args.needles)):
+        if given is not None:
+            raise UserError(f"{option} {given} does nothing without --dataset")
+    return demo_dataset()
+
+
+def skipped_note(skipped: dict[str, int]) -> str:
+    """For the console: what of a dataset was left out; empty where nothing was."""
+    return "skipped: " + ", ".join(f"{n} {reason}" for reason, n in skipped.items()) if skipped else ""
 
 
 def add_draft_options(parser: argparse.ArgumentParser, *, starts: int, stride: int) -> None:
@@ -69,38 +110,50 @@ class Workload:
     config: EngineConfig
     model: LoadedModel
     dataset: str
+    format: str
     seed: int
-    prompts: list[list[int]]
+    selection: Selection
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return self.selection.prompts
 
 
 def load_workload(args: argparse.Namespace, num_output: int, **defaults: Any) -> Workload:
     """Read the dataset, load the model, choose prompts that leave room for `num_output` tokens. defaults: engine options
     where the command's are not the engine's own. Raises UserError."""
-    requests = whole_number("--requests", args.requests or str(DEFAULT_REQUESTS), 1)
-    seed = whole_number("--seed", args.seed or "0", 0)
-    lengths = length_range(args.prompt_tokens) if args.prompt_tokens is not None else None
+    requests, seed = requests_and_seed(args)
     config = make_config(**{**defaults, **engine_options(args)})
     # torch is imported from here on
-    from aspire_llm.bench.datasets import read_dataset
-    from aspire_llm.bench.presets import default_dataset, demo_dataset
     from aspire_llm.engine.build import load
+
+    dataset = dataset_of(args, None)
+    workload = choose_prompts(config, load(config), dataset, requests, seed, num_output)
+    if workload.selection.skipped:
+        print(skipped_note(workload.selection.skipped), file=sys.stderr)
+    return workload
+
+
+def requests_and_seed(args: argparse.Namespace) -> tuple[int, int]:
+    """Raises UserError."""
+    return (
+        whole_number("--requests", args.requests or str(DEFAULT_REQUESTS), 1),
+        whole_number("--seed", args.seed or "0", 0),
+    )
+
+
+def choose_prompts(
+    config: EngineConfig, model: LoadedModel, dataset: Dataset, requests: int, seed: int, num_output: int
+) -> Workload:
+    """Prompts that leave room for `num_output` tokens. Raises UserError."""
     from aspire_llm.engine.inputs import InputProcessor
 
-    if args.dataset is not None:
-        dataset, name = read_dataset(args.dataset, lengths), args.dataset
-    elif lengths is not None:
-        dataset, name = default_dataset(lengths), "shipped text"
-    else:
-        dataset, name = demo_dataset(), "shipped tasks"
-    model = load(config)
-    room = model.config.max_position_embeddings - num_output
-    if room < 1:
-        raise UserError(
-            f"{num_output} tokens of output: the model's context of {model.config.max_position_embeddings} "
-            "leaves no room for a prompt"
-        )
+    context = config.max_model_len or model.config.max_position_embeddings
+    if num_output >= context:
+        raise UserError(f"{num_output} tokens of output: the model's context of {context} leaves no room for a prompt")
     inputs = InputProcessor(model.tokenizer, model.config.vocab_size, model.eos_token_ids, config.seed)
-    return Workload(config, model, name, seed, dataset.prompts(inputs, requests, room, seed))
+    selection = dataset.select(inputs, requests, context - num_output, seed)
+    return Workload(config, model, dataset.name, dataset.format, seed, selection)
 
 
 def method_of(workload: Workload) -> Method:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -53,6 +54,25 @@ class Selector(Protocol):
     def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
         """As `renew`, of requests that drafted one token; their lengths have not changed."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SelectorSetting:
+    """What an engine tells the maker of a selector."""
+
+    windows: tuple[int | None, ...]  # [layers]: sliding window of each; None: full attention
+    num_slots: int  # rows of the ContextState
+    budget: int  # most positions of a set
+    device: torch.device
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers whose DRAFT rows read a context set; the others read their sliding window."""
+        return tuple(layer for layer, window in enumerate(self.windows) if window is None)
+
+
+SelectorFactory = Callable[[SelectorSetting], Selector]
+"""Makes the selector of an engine: `LLM(selector_factory=…)`. A class whose `__init__` takes a SelectorSetting is one."""
 
 
 class WindowSelector:

@@ -8,13 +8,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from aspire_llm.config import EngineConfig
 from aspire_llm.engine.engine import Engine, Step
 from aspire_llm.engine.inputs import InputProcessor, Message, Prompt
 from aspire_llm.engine.llm import LLM
 from aspire_llm.engine.metrics import Metric
-from aspire_llm.engine.outputs import request_output
+from aspire_llm.engine.streams import Deliveries, News, OutputKind, OutputStream
 from aspire_llm.engine.thread import EngineThread
 from aspire_llm.errors import UserError
 from aspire_llm.request import Request, RequestOutput, SamplingParams
@@ -29,24 +30,6 @@ class Prepared:
     requests: list[Request]
 
 
-class _Mailbox:
-    """Holds the newest output only, so that a reader that stops reading costs no memory. For one event loop."""
-
-    def __init__(self) -> None:
-        self._output: RequestOutput | None = None
-        self._full = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> None:
-        self._output = output
-        self._full.set()
-
-    async def get(self) -> RequestOutput:
-        await self._full.wait()
-        self._full.clear()
-        assert self._output is not None
-        return self._output
-
-
 class AsyncLLM:
     """An engine for asyncio. Options are those of `LLM`; on_step is called on the engine's thread after every step.
 
@@ -54,7 +37,7 @@ class AsyncLLM:
         async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
             print(output.outputs[0].text)  # all of it so far
 
-    Leaving the loop early, or cancelling its task, aborts the request within one engine step.
+    Leaving the loop early, or cancelling its task, aborts the request: it is in no step planned after that.
     """
 
     def __init__(
@@ -68,8 +51,26 @@ class AsyncLLM:
             if on_step is not None:
                 on_step(step)
 
-        self._thread = EngineThread(self._llm.engine, after_step)
-        self._running: dict[str, list[Request]] = {}
+        self._running: dict[str, OutputStream] = {}  # by request_id
+        self._streams: dict[int, OutputStream] = {}  # by request key; the engine's thread looks its streams up here
+        self._deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, Deliveries] = WeakKeyDictionary()
+        self._thread = EngineThread(self._llm.engine, self._tell, after_step)
+
+    def _tell(self, changed: Sequence[Request]) -> None:
+        """What a step brought, to the readers' loops: one call for each loop. On the engine's thread."""
+        by_stream: dict[OutputStream, list[Request]] = {}
+        for request in changed:
+            stream = self._streams.get(request.key)
+            if stream is not None:  # else its reader has left
+                by_stream.setdefault(stream, []).append(request)
+        by_loop: dict[asyncio.AbstractEventLoop, tuple[Deliveries, list[tuple[OutputStream, News]]]] = {}
+        for stream, requests in by_stream.items():
+            news = stream.collect(requests)
+            if news is not None:
+                by_loop.setdefault(stream.loop, (stream.deliveries, []))[1].append((stream, news))
+        for loop, (deliveries, batch) in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to read
+                loop.call_soon_threadsafe(deliveries.put, batch)
 
     @property
     def config(self) -> EngineConfig:
@@ -131,31 +132,27 @@ class AsyncLLM:
         name = request_id if request_id is not None else requests[0].request_id.removesuffix("-0")
         return Prepared(name, prompt if isinstance(prompt, str) else None, requests)
 
-    async def stream(self, prepared: Prepared, *, final_only: bool = False) -> AsyncGenerator[RequestOutput]:
-        """Run what `prepare` made, once. As `generate`; with final_only the last output alone."""
+    async def stream(self, prepared: Prepared, *, kind: OutputKind = "cumulative") -> AsyncGenerator[RequestOutput]:
+        """Run what `prepare` made, once. As `generate`, with outputs of the given kind."""
         name, requests = prepared.request_id, prepared.requests
         if name in self._running:
             raise UserError(f"request_id {name!r} is in use", "request_id")
         loop = asyncio.get_running_loop()
-        mailbox = _Mailbox()
-
-        def listen(request: Request) -> None:  # on the engine's thread: a snapshot, since the request moves on
-            if final_only and not all(r.finished for r in requests):
-                return
-            output = request_output(name, prepared.prompt, requests)
-            with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody is left to read
-                loop.call_soon_threadsafe(mailbox.put, output)
-
-        self._running[name] = requests
+        deliveries = self._deliveries.setdefault(loop, Deliveries())
+        stream = OutputStream(name, prepared.prompt, requests, kind, loop, deliveries)
+        self._running[name] = stream
+        self._streams.update({request.key: stream for request in requests})
         try:
-            self._thread.add(requests, listen)
+            self._thread.add(requests)
             finished = False
             while not finished:
-                output = await mailbox.get()
+                output = await stream.get()
                 finished = output.finished
                 yield output
         finally:
             del self._running[name]
+            for request in requests:
+                del self._streams[request.key]
             self._thread.abort(requests)  # does nothing to finished ones
 
     async def generate(
@@ -185,7 +182,7 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End a request; its reader gets what there is, with finish_reason 'abort'. Unknown ids are ignored."""
         if request_id in self._running:
-            self._thread.abort(self._running[request_id])
+            self._thread.abort(self._running[request_id].requests)
 
     def shutdown(self) -> None:
         """Abort everything that runs and stop the engine's thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -14,11 +14,13 @@ from aspire_llm.cache.pages import PageAllocator
 from aspire_llm.cache.pool import KVPool
 from aspire_llm.config import EngineConfig
 from aspire_llm.context.profile import Profile, find_profile
-from aspire_llm.context.selectors import Selector, make_selector
+from aspire_llm.context.selectors import Selector, SelectorFactory, SelectorSetting, make_selector
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.calibrate import calibrate, prior_cost
 from aspire_llm.engine.engine import Engine
 from aspire_llm.engine.forward import EagerForward, Forward
+from aspire_llm.engine.kv_scales import calculate_kv_scales
+from aspire_llm.engine.numerics import check_shared_cache, choose_decoder, choose_kv_dtype, uses_triton
 from aspire_llm.engine.runner import Runner
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.errors import UserError
@@ -37,6 +39,11 @@ CPU_CACHE_SHARE = 0.4  # of the free memory, when kv_cache_memory is not given
 DEFAULT_BUDGET = 512
 DEFAULT_VERIFIED_SHARE = 0.5
 MAX_GRAPH_TOKENS = 512  # wider steps hold prompt chunks, whose work hides the launches
+# options that mean nothing beside a policy or selector of the caller's own
+REPLACED = {
+    "policy_object": ("policy", "draft_tokens", "max_verify_tokens"),
+    "selector_factory": ("context", "refresh_layers"),
+}
 GPU_VERIFY_TOKENS = 128  # tokens a step that hide behind the read of the weights (measured on an H200)
 
 
@@ -46,6 +53,7 @@ class Cache:
 
     pages: PageAllocator
     pool: KVPool
+    deterministic: bool = False  # whether the K/V come from an engine that is
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,7 @@ class Resolved:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     max_model_len: int
     num_pages: int
     limits: Limits
@@ -131,8 +140,10 @@ def resolve(
             "max_model_len",
         )
     page_size = config.block_size
-    page_bytes = model.kv_bytes_per_token(dtype) * page_size
+    kv_dtype = choose_kv_dtype(config, dtype, device)
+    page_bytes = model.kv_bytes_per_token(kv_dtype) * page_size
     if cache is not None:
+        check_shared_cache(config, kv_dtype, cache.pool, cache.deterministic)
         num_pages = cache.pages.num_pages
     else:
         num_pages = choose_num_pages(config, page_bytes, -(-max_model_len // page_size), device)
@@ -158,6 +169,7 @@ def resolve(
     return Resolved(
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         max_model_len=max_model_len,
         num_pages=num_pages,
         limits=limits,
@@ -217,22 +229,29 @@ def build_engine(
     *,
     cost: CostModel | None = None,
     policy: Policy | None = None,
+    selector_factory: SelectorFactory | None = None,
     truth: Truth | None = None,
 ) -> Built:
     """An engine for a loaded model.
 
     cache: an idle engine's, to share its pool and cached prefixes. cost: another engine's cost model on this machine, to
-    start from instead of calibrating. policy: instead of the config's. truth: for policy "hindsight", which is told the
-    continuation.
+    start from instead of calibrating. policy: instead of the config's. selector_factory: makes the selector instead of the
+    config's. truth: for policy "hindsight", which is told the continuation.
     """
+    refuse_replaced(config, policy, selector_factory)
     shape = model.config
-    decoder = model.decoder
+    decoder = choose_decoder(config, model.decoder)
     profile = find_profile(config.profile, model.fingerprint) if config.drafts else None
     resolved = resolve(config, shape, decoder.device, decoder.dtype, cache, profile)
     if cache is None:
         cache = make_cache(config, model, resolved)
     selector: Selector | None = None
-    if resolved.context is not None:
+    if selector_factory is not None:
+        slots = config.max_num_seqs + 1
+        selector = selector_factory(SelectorSetting(tuple(shape.windows), slots, resolved.budget, resolved.device))
+        last_chunk = max(1, selector.prompt_queries)
+        resolved = replace(resolved, limits=replace(resolved.limits, min_last_chunk=last_chunk))
+    elif resolved.context is not None:
         selector = make_selector(
             resolved.context,
             windows=shape.windows,
@@ -283,6 +302,19 @@ def build_engine(
     return Built(Engine(Scheduler(resolved.limits, cache.pages, policy), runner, late=late, cost=shown), cache)
 
 
+def refuse_replaced(config: EngineConfig, policy: Policy | None, selector_factory: SelectorFactory | None) -> None:
+    """UserError for options that a policy or a selector of the caller's own makes useless."""
+    if selector_factory is not None and not config.drafts:
+        raise UserError(
+            f"selector_factory does nothing with method {config.method!r}, which does not draft", "selector_factory"
+        )
+    given = {"policy_object": policy, "selector_factory": selector_factory}
+    for argument, options in REPLACED.items():
+        for option in options:
+            if given[argument] is not None and getattr(config, option) is not None:
+                raise UserError(f"{option}={getattr(config, option)!r} does nothing beside {argument}", option)
+
+
 def build_forward(
     config: EngineConfig,
     resolved: Resolved,
@@ -296,9 +328,7 @@ def build_forward(
     shape = decoder.config
     refresh_layers = selector.refresh_layers if selector else ()
     score_layers = selector.score_layers if selector else ()
-    if config.attention_backend == "reference" or (
-        config.attention_backend == "auto" and resolved.device.type == "cpu"
-    ):
+    if not uses_triton(config, resolved.device):
         reference = ReferenceBackend(
             pool,
             num_heads=shape.num_heads,
@@ -327,7 +357,10 @@ def build_forward(
         max_len=resolved.max_model_len + resolved.limits.max_draft_tokens + 1,
         refresh_layers=refresh_layers,
         score_layers=score_layers,
-        max_scored_tokens=max(2, selector.prompt_queries) * rows if selector else None,
+        deterministic=config.deterministic,
+        # what two engines must share to agree to the bit: the length asked for, whatever memory or drafts make of it
+        nominal_len=config.max_model_len or shape.max_position_embeddings,
+        max_scored_tokens=max(2, selector.prompt_queries) if selector else 2,
     )
     if config.enforce_eager or resolved.device.type == "cpu":
         return EagerForward(decoder, backend, state, contexts)
@@ -351,11 +384,15 @@ def starting_cost(
 
 
 def prior(decoder: Decoder, resolved: Resolved) -> CostModel:
-    return prior_cost(decoder.config, sum(p.numel() for p in decoder.parameters()), resolved.dtype, resolved.device)
+    parameters = sum(p.numel() for p in decoder.parameters())
+    return prior_cost(decoder.config, parameters, resolved.dtype, resolved.kv_dtype, resolved.device)
 
 
 def make_cache(config: EngineConfig, model: LoadedModel, resolved: Resolved) -> Cache:
     shape = model.config
+    scales: tuple[list[float] | None, list[float] | None] = (None, None)
+    if config.calculate_kv_scales:
+        scales = calculate_kv_scales(model.decoder)
     try:
         pool = KVPool(
             shape.num_layers,
@@ -363,15 +400,18 @@ def make_cache(config: EngineConfig, model: LoadedModel, resolved: Resolved) -> 
             shape.head_dim,
             resolved.num_pages,
             config.block_size,
-            resolved.dtype,
+            resolved.kv_dtype,
             resolved.device,
+            key_scales=scales[0],
+            value_scales=scales[1],
         )
     except (RuntimeError, MemoryError):
-        needed = shape.kv_bytes_per_token(resolved.dtype) * config.block_size * resolved.num_pages
+        needed = shape.kv_bytes_per_token(resolved.kv_dtype) * config.block_size * resolved.num_pages
         raise UserError(
             f"KV cache of {gib(needed)} cannot be allocated; lower kv_cache_memory", "kv_cache_memory"
         ) from None
-    return Cache(PageAllocator(resolved.num_pages, config.block_size, config.enable_prefix_caching), pool)
+    pages = PageAllocator(resolved.num_pages, config.block_size, config.enable_prefix_caching)
+    return Cache(pages, pool, config.deterministic)
 
 
 def gib(num_bytes: int) -> str:

@@ -20,25 +20,29 @@ from aspire_llm.scheduler.scheduler import Limits
 NOMINAL = {"cpu": (2e10, 1e11), "cuda": (2e12, 4e14)}
 
 BATCHES = {"cpu": (1, 4), "cuda": (1, 8, 16)}  # requests in a calibration step
-LENGTHS = {"cpu": (256, 2048), "cuda": (1024, 16384)}  # KV tokens of each
+LENGTHS = {"cpu": (256, 4096), "cuda": (1024, 16384)}  # KV tokens of each
 DRAFTS = (1, 3, 7)  # drafts before each verification
+LAST_CHUNK = 64  # prompt tokens that are computed, and scored as the context asks
 KEY = -1  # of the pages that calibration borrows
 
 
-def prior_cost(shape: DecoderConfig, num_parameters: int, dtype: torch.dtype, device: torch.device) -> CostModel:
+def prior_cost(
+    shape: DecoderConfig, num_parameters: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> CostModel:
     """Weights are read once a step; a token costs two operations a parameter; a KV token its bytes over all layers."""
     bandwidth, rate = NOMINAL[device.type]
     return CostModel(
         fixed=num_parameters * dtype.itemsize / bandwidth,
         per_token=2 * num_parameters / rate,
-        per_kv=shape.kv_bytes_per_token(dtype) / bandwidth,
+        per_kv=shape.kv_bytes_per_token(kv_dtype) / bandwidth,
+        per_check=0.25 * shape.kv_bytes_per_token(kv_dtype) / bandwidth,
     )
 
 
 def calibrate(
     runner: Runner, pool: KVPool, pages: PageAllocator, limits: Limits, free_tokens: Sequence[float] = (0.0,)
 ) -> CostModel | None:
-    """Run a few dozen steps of draft and verify rows, of several batch sizes and lengths, and fit the three terms.
+    """Run a few dozen steps of draft and verify rows, of several batch sizes and lengths, and fit the terms of a step's time.
 
     Borrows free pages and slots of an idle engine and gives them back. None where the pool or the limits leave no room
     for two lengths: the prior must do then.
@@ -52,9 +56,9 @@ def calibrate(
         return None
     for batch in sorted({min(b, limits.max_num_seqs) for b in BATCHES[runner.device.type]}):
         for length in lengths:
-            if batch * length > pages.num_free * pages.page_size:
-                continue
             pages_of_slot = -(-length // pages.page_size)
+            if batch * pages_of_slot > pages.num_free:
+                continue
             pages.open(KEY, (), 0)
             reserved = pages.reserve(KEY, batch * pages_of_slot * pages.page_size)
             assert reserved is not None
@@ -75,21 +79,23 @@ def _cycle(
     places = torch.tensor(borrowed, device=runner.device)[:, None] * pool.page_size + torch.arange(
         pool.page_size, device=runner.device
     )
-    for tensor in (*pool.k, *pool.v):
-        tensor[:, places.flatten()] = 0  # what lies there may be infinite or slow to compute with
-    prompt = (0,) * (length - room + 1)
+    pool.clear(places.flatten())  # what lies there may be infinite or slow to compute with
+    prompt = (0,) * (length - room)
+    chunk = min(LAST_CHUNK, len(prompt))
     params = SamplingParams(temperature=0.0, max_tokens=length)
     each = len(borrowed) // batch
-    admissions = tuple(Admission(s, 0, 0, prompt, (), len(prompt) - 1, params, frozenset()) for s in range(batch))
+    admissions = tuple(Admission(s, 0, 0, prompt, (), len(prompt) - chunk, params, frozenset()) for s in range(batch))
     writes = tuple(PageWrite(s, 0, tuple(borrowed[s * each : (s + 1) * each])) for s in range(batch))
 
-    def step(kind: RowKind, num_tokens: int, first: bool = False) -> StepLoad:
-        rows = tuple(Row(s, 0, kind, num_tokens, reach=length) for s in range(batch))
-        plan = StepPlan(0, rows, admissions, writes) if first else StepPlan(0, rows)
+    def step(kind: RowKind, num_tokens: int) -> StepLoad:
+        plan = StepPlan(0, tuple(Row(s, 0, kind, num_tokens, reach=length) for s in range(batch)))
         result = runner.run(plan)
-        return StepLoad(plan.num_tokens, result.mean_kv_tokens, result.seconds)
+        return StepLoad(plan.num_tokens, result.mean_kv_tokens, result.seconds, result.mean_checked_kv)
 
-    yield step(RowKind.VERIFY, 1, first=True)
+    # The end of a prompt gives the requests their context; its own time says nothing about decoding.
+    ends = tuple(Row(s, 0, RowKind.PREFILL, chunk, len(prompt) - chunk, len(prompt)) for s in range(batch))
+    runner.run(StepPlan(0, ends, admissions, writes))
+    yield step(RowKind.VERIFY, 1)
     for n in drafts:
         for _ in range(n):
             yield step(RowKind.DRAFT, 1)

@@ -33,8 +33,8 @@ class InputProcessor:
         keys: Iterator[int] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
         self._default_seed = default_seed
         self._table = TokenBytes(tokenizer) if tokenizer is not None else None
         self._keys = keys if keys is not None else itertools.count()
@@ -66,7 +66,7 @@ class InputProcessor:
                     params=params,
                     seed=base + index * 0x9E3779B9,
                     arrival=time.monotonic(),
-                    eos_token_ids=self._eos_token_ids,
+                    eos_token_ids=self.eos_token_ids,
                     stream=StopAwareText(self._table, params) if self._table is not None else None,
                 )
             )
@@ -88,9 +88,9 @@ class InputProcessor:
         if not token_ids:
             raise UserError("prompt is empty; at least 1 token is needed", "prompt")
         for token in token_ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 raise UserError(
-                    f"prompt token {token!r} is not in the vocabulary; ids from 0 to {self._vocab_size - 1} are",
+                    f"prompt token {token!r} is not in the vocabulary; ids from 0 to {self.vocab_size - 1} are",
                     "prompt",
                 )
         return token_ids

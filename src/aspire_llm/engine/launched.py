@@ -68,10 +68,12 @@ class Launched:
         seconds = self._clock.wait()
         reads, *sampled = (tensor.tolist() for tensor in self._fetched)
         by_kind: dict[RowKind, int] = defaultdict(int)
+        checked = 0
         for row, read in zip(self._plan.rows, reads, strict=False):
             by_kind[row.kind] += read
+            checked += read if row.kind is RowKind.VERIFY and row.num_tokens > 1 else 0
         rows = self._rows(*sampled) if sampled else self._rows([], [], [])
-        return StepResult(rows, seconds, dict(by_kind), self._num_layers)
+        return StepResult(rows, seconds, dict(by_kind), self._num_layers, checked)
 
     def _rows(self, tokens: list[list[int]], emitted: list[int], confidence: list[float]) -> tuple[RowResult, ...]:
         results = []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from aspire_llm.config import EngineConfig, make_config
+from aspire_llm.context.selectors import SelectorFactory
 from aspire_llm.engine.build import Cache, build_engine, load
 from aspire_llm.engine.engine import Engine, Step
 from aspire_llm.engine.inputs import InputProcessor, Message, Prompt
@@ -24,12 +25,18 @@ OnStep = Callable[[Step], None]
 class LLM:
     """A model and an engine that decodes batches of prompts.
 
-    Options are those of `EngineConfig`. `loaded` and `cache` reuse another LLM's model and KV cache (both idle), so that
-    methods can be compared on the same prompts without loading or prefilling twice. `truth` is for policy "hindsight".
+    Options are those of `EngineConfig`, as keywords:
 
         llm = LLM("smollm2-135m", method="aspire")
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=128)):
             print(output.outputs[0].text)
+
+    - `loaded`, `cache`: another LLM's `model` and `cache`, to compare methods on the same prompts without loading or
+      prefilling twice. Only one of the two may have work at a time.
+    - `cost`: another LLM's `engine.cost` on this machine, to start from instead of measuring at start-up.
+    - `policy_object`: a `Policy` to use instead of the method's.
+    - `selector_factory`: makes the `Selector` to use instead of the method's.
+    - `truth`: for policy "hindsight", which is told the continuation.
 
     Raises UserError for bad options.
     """
@@ -42,22 +49,36 @@ class LLM:
         cache: Cache | None = None,
         cost: CostModel | None = None,
         policy_object: Policy | None = None,
+        selector_factory: SelectorFactory | None = None,
         truth: Truth | None = None,
         **options: Any,
     ) -> None:
         self.config: EngineConfig = make_config(model=model, **options)
         self.model = loaded if loaded is not None else load(self.config)
-        built = build_engine(self.config, self.model, cache, cost=cost, policy=policy_object, truth=truth)
+        built = build_engine(
+            self.config,
+            self.model,
+            cache,
+            cost=cost,
+            policy=policy_object,
+            selector_factory=selector_factory,
+            truth=truth,
+        )
         self.engine: Engine = built.engine
         self.cache: Cache = built.cache  # to hand to another LLM of the same model while this one is idle
+        selector = self.engine.runner.selector
         self.metrics = EngineMetrics(
-            self.engine.scheduler, self.engine.cost, prefix_caching=self.config.enable_prefix_caching
+            self.engine.scheduler,
+            self.engine.cost,
+            prefix_caching=self.config.enable_prefix_caching,
+            num_refresh_layers=len(selector.refresh_layers) if selector is not None else 0,
         )
         self.inputs = InputProcessor(
             self.model.tokenizer, self.model.config.vocab_size, self.model.eos_token_ids, self.config.seed
         )
 
     def get_tokenizer(self) -> Any:
+        """The model's tokenizer, of transformers; None where it has none."""
         return self.model.tokenizer
 
     def generate(
@@ -69,8 +90,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Decode a batch to its end; outputs in the order of the prompts.
 
-        prompts: text, token ids, {"prompt": …} or {"prompt_token_ids": …}, or a list of these. sampling_params: one for all
-        or one each. on_step: called after every engine step. Nothing is started if any prompt is bad (UserError).
+        - `prompts`: text, token ids, {"prompt": …} or {"prompt_token_ids": …}, or a list of these.
+        - `sampling_params`: one for all, or one each.
+        - `on_step`: called after every engine step.
+
+        Raises UserError if any prompt or parameter is bad; nothing is started then.
         """
         many = prompt_list(prompts)
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -121,6 +145,7 @@ class LLM:
         return self.metrics.snapshot()
 
     def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
         self.engine.scheduler.pages.reset_prefix_cache()
 
 

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from aspire_llm.engine.engine import Step
+from aspire_llm.policy.base import Priced
 from aspire_llm.policy.cost import CostModel
 from aspire_llm.request import Request, RowKind
+from aspire_llm.scheduler.plan import StepPlan
 from aspire_llm.scheduler.scheduler import Progress, Scheduler
 
 Labels = dict[str, str]
@@ -29,6 +31,8 @@ REQUEST_BUCKETS = (
 )
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 LENGTH_BUCKETS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
+PRICE = "Tokens that a second of a request's time must bring for one more draft; mean over the requests."
+RATIO_BUCKETS = (0.25, 0.5, 0.75, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 DRAFT_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 
 
@@ -97,8 +101,12 @@ class _Counts:
 class EngineMetrics:
     """Counts one engine's work. `on_step` is for the engine's thread, `snapshot` for any; times are in seconds."""
 
-    def __init__(self, scheduler: Scheduler, cost: CostModel | None, *, prefix_caching: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, cost: CostModel | None, *, prefix_caching: bool, num_refresh_layers: int = 0
+    ) -> None:
+        """num_refresh_layers: layers that read everything in DRAFT rows too."""
         self._scheduler = scheduler
+        self._num_refresh_layers = num_refresh_layers
         self._cost = cost  # None: the policy predicts no step times
         self._prefix_caching = prefix_caching
         self._lock = threading.Lock()
@@ -108,6 +116,8 @@ class EngineMetrics:
         self._accepted_per_position: list[int] = []
         self._steps = 0
         self._measured = self._predicted = 0.0
+        self._refresh_tokens = self._refresh_predicted = 0.0
+        self._price: float | None = None  # None: the policy has none
         self._rows = dict.fromkeys(RowKind, 0)
         self._row_tokens = dict.fromkeys(RowKind, 0)
         self._kv_tokens = dict.fromkeys(RowKind, 0.0)
@@ -136,6 +146,11 @@ class EngineMetrics:
         )
         self._draft_length = _Counts("aspire:draft_length", "Drafts of a verification, none included.", DRAFT_BUCKETS)
         self._step_time = _Counts("aspire:step_seconds", "Time of a step, as measured.", STEP_BUCKETS)
+        self._residual = _Counts(
+            "aspire:step_predicted_ratio",
+            "What the cost model said of a step over what it took: 1 is right.",
+            RATIO_BUCKETS,
+        )
 
     def on_step(self, step: Step) -> None:
         """Count a step that was applied."""
@@ -149,13 +164,26 @@ class EngineMetrics:
             if step.result is not None:
                 for kind, tokens in step.result.kv_tokens_read.items():
                     self._kv_tokens[kind] += tokens / step.result.num_layers
+                self._count_refresh(step.plan, step.result.num_layers)
                 if step.result.seconds > 0.0:
                     self._step_time.add(step.result.seconds)
                     if self._cost is not None:
                         self._measured += step.result.seconds
                         self._predicted += self._cost.last_prediction
+                        self._residual.add(self._cost.last_prediction / step.result.seconds)
             for progress in step.progress:
                 self._count(progress)
+            if isinstance(self._scheduler.policy, Priced):
+                self._price = self._scheduler.policy.price
+
+    def _count_refresh(self, plan: StepPlan, num_layers: int) -> None:
+        """KV tokens that refresh layers read in DRAFT rows (all before the row's reach), mean over all layers, and their time
+        by the cost model."""
+        share = self._num_refresh_layers / num_layers
+        tokens = share * sum(row.reach for row in plan.rows if row.kind is RowKind.DRAFT)
+        self._refresh_tokens += tokens
+        if self._cost is not None:
+            self._refresh_predicted += self._cost.per_kv * tokens
 
     def _count(self, progress: Progress) -> None:
         request, tokens = progress.request, progress.num_new_tokens
@@ -198,6 +226,7 @@ class EngineMetrics:
             return [*self._gauges(), *self._counters(), *(histogram.read() for histogram in self._histograms())]
 
     def _gauges(self) -> list[Metric]:
+        price = [] if self._price is None else [Gauge("aspire:price_tokens_per_second", PRICE, {}, self._price)]
         running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         return [
             Gauge("vllm:num_requests_running", "Requests that have a place in the batch.", {}, running),
@@ -205,6 +234,7 @@ class EngineMetrics:
             Gauge(
                 "vllm:kv_cache_usage_perc", "Share of the KV cache in use; 1 is full.", {}, self._scheduler.pages.usage
             ),
+            *price,
         ]
 
     def _counters(self) -> list[Metric]:
@@ -220,6 +250,11 @@ class EngineMetrics:
                 ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", self._draft_tokens),
                 ("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", self._accepted_tokens),
                 ("aspire:steps", "Forward passes.", self._steps),
+                (
+                    "aspire:refresh_kv_tokens_read",
+                    "KV tokens that refresh layers read in draft rows, mean over all layers.",
+                    self._refresh_tokens,
+                ),
             )
         ]
         counted.append(
@@ -244,6 +279,12 @@ class EngineMetrics:
             counted += [
                 Counter("aspire:step_predicted_seconds", "What the cost model said of steps.", {}, self._predicted),
                 Counter("aspire:step_measured_seconds", "What these steps took.", {}, self._measured),
+                Counter(
+                    "aspire:refresh_predicted_seconds",
+                    "What the cost model says of the reads of refresh layers in draft rows.",
+                    {},
+                    self._refresh_predicted,
+                ),
             ]
         return counted
 
@@ -260,4 +301,5 @@ class EngineMetrics:
             self._output_length,
             self._draft_length,
             self._step_time,
+            *((self._residual,) if self._cost is not None else ()),
         )

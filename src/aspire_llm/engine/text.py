@@ -15,6 +15,7 @@ class StopAwareText:
         self._include_stop_token = params.include_stop_str_in_output
         self._parts: list[str] = []
         self._text: str | None = ""
+        self._new: list[str] = []
 
     @property
     def text(self) -> str:
@@ -22,6 +23,11 @@ class StopAwareText:
             self._text = "".join(self._parts)
             self._parts = [self._text]  # read after every step: joined once
         return self._text
+
+    def new_text(self) -> str:
+        new = "".join(self._new)
+        self._new.clear()
+        return new
 
     def push(self, token_id: int, *, ends: bool, may_stop: bool) -> str | None:
         if ends and not self._include_stop_token:
@@ -37,4 +43,5 @@ class StopAwareText:
     def _emit(self, text: str) -> None:
         if text:
             self._parts.append(text)
+            self._new.append(text)
             self._text = None

@@ -1,4 +1,4 @@
-"""The engine on a thread of its own. Commands go in through a queue; progress goes out through listeners."""
+"""The engine on a thread of its own. Commands go in through a queue; word of requests goes out through one function."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from aspire_llm.engine.engine import Engine, Step
 from aspire_llm.errors import UserError
 from aspire_llm.request import Request
 
-Listener = Callable[[Request], None]  # on the engine's thread, after every step that changed the request
+Listener = Callable[[Sequence[Request]], None]  # on the engine's thread, after every step: the requests that it changed
 
 
 @dataclass(frozen=True, slots=True)
 class _Add:
     requests: Sequence[Request]
-    listener: Listener
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,21 @@ class _Call:
 
 
 class EngineThread:
-    """Steps the engine while there is work and sleeps while there is none. Only its thread touches engine and requests."""
+    """Steps the engine while there is work and sleeps while there is none. Only its thread touches engine and requests.
 
-    def __init__(self, engine: Engine, on_step: Callable[[Step], None] | None = None) -> None:
-        """on_step: called on the engine's thread after every step; must be quick and must not raise."""
+    Every command that has come is carried out before each plan, so a request aborted while a step runs is in no plan made
+    after that: one step on the CPU, where a step runs while nothing else is planned; on a GPU the step that was launched
+    ahead still runs, and its results for the request are dropped.
+    """
+
+    def __init__(self, engine: Engine, listener: Listener, on_step: Callable[[Step], None] | None = None) -> None:
+        """Both are called on the engine's thread after every step, must be quick and must not raise. The listener hears of
+        each request until it is finished, also if the engine dies."""
         self._engine = engine
+        self._listener = listener
         self._on_step = on_step
         self._commands: queue.SimpleQueue[_Add | _Abort | _Call | None] = queue.SimpleQueue()
-        self._listeners: dict[int, tuple[Request, Listener]] = {}
+        self._open: dict[int, Request] = {}  # by key: the listener has not heard of their end
         self._lock = threading.Lock()  # guards _closed against a command that comes as the thread ends
         self._closed = False
         self.failure: BaseException | None = None  # what ended the thread, if not `close`
@@ -49,12 +55,12 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._closed
 
-    def add(self, requests: Sequence[Request], listener: Listener) -> None:
-        """Queue requests that were validated. The listener hears of each until it is finished, also if the engine dies."""
-        self._send(_Add(requests, listener))
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests that were validated."""
+        self._send(_Add(requests))
 
     def abort(self, requests: Sequence[Request]) -> None:
-        """End requests before the next step; those that are finished already are left alone."""
+        """End requests before the next plan; those that are finished already are left alone."""
         with self._lock:
             if not self._closed:
                 self._commands.put(_Abort(requests))
@@ -64,7 +70,7 @@ class EngineThread:
         self._send(_Call(function))
 
     def close(self) -> None:
-        """Abort everything and end the thread. Listeners hear of the aborts."""
+        """Abort everything and end the thread. The listener hears of the aborts."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -84,8 +90,7 @@ class EngineThread:
                     step = self._engine.step()
                     if self._on_step is not None:  # first: who hears of an end finds it counted
                         self._on_step(step)
-                    for progress in step.progress:
-                        self._tell(progress.request)
+                    self._tell([progress.request for progress in step.progress])
         except BaseException as error:  # a bug or a dead device: nobody must wait for ever
             self.failure = error
         with self._lock:
@@ -104,30 +109,30 @@ class EngineThread:
                 return False
             if isinstance(command, _Add):
                 for request in command.requests:
-                    self._add(request, command.listener)
+                    self._add(request)
             elif isinstance(command, _Abort):
                 for request in command.requests:
                     self._engine.abort(request)
-                    self._tell(request)
+                self._tell(command.requests)
             else:
                 command.run()
 
-    def _add(self, request: Request, listener: Listener) -> None:
-        self._listeners[request.key] = (request, listener)
+    def _add(self, request: Request) -> None:
+        self._open[request.key] = request
         try:
             self._engine.add(request)
         except UserError as error:  # checked before, so rare: the pool shrank, say
             request.error = str(error)
             request.finish_reason = "error"
-            self._tell(request)
+            self._tell([request])
 
-    def _tell(self, request: Request) -> None:
-        heard = self._listeners.get(request.key)
-        if heard is None:
-            return
-        if request.finished:
-            del self._listeners[request.key]
-        heard[1](request)
+    def _tell(self, changed: Sequence[Request]) -> None:
+        heard = [request for request in changed if request.key in self._open]
+        for request in heard:
+            if request.finished:
+                del self._open[request.key]
+        if heard:
+            self._listener(heard)
 
     def _end_all(self) -> None:
         while True:  # commands that came too late
@@ -136,11 +141,12 @@ class EngineThread:
             except queue.Empty:
                 break
             if isinstance(command, _Add):
-                self._listeners.update({r.key: (r, command.listener) for r in command.requests})
-        for request, _ in list(self._listeners.values()):
+                self._open.update({request.key: request for request in command.requests})
+        left = list(self._open.values())
+        for request in left:
             if self.failure is None:
                 self._engine.abort(request)
             if not request.finished:
                 request.finish_reason = "error" if self.failure is not None else "abort"
                 request.error = f"{type(self.failure).__name__}: {self.failure}" if self.failure is not None else None
-            self._tell(request)
+        self._tell(left)

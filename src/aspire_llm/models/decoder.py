@@ -7,6 +7,7 @@ synchronisation, so it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -27,9 +28,9 @@ All three are views with D contiguous and any stride over tokens.
 def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     if device.type != "cuda":
         return PackedOps() if dtype == torch.float32 and PackedOps.available() else TorchOps()
-    from aspire_llm.models.kernels import TritonOps
+    from aspire_llm.models.stream import StreamOps
 
-    return TritonOps()
+    return StreamOps(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -77,10 +78,10 @@ class DecoderLayer(nn.Module):
         qkv = ops.linear(x, self.qkv, self.qkv_bias).view(-1, num_q + 2 * num_kv, config.head_dim)
         q, k = ops.norm_rope(qkv[:, : num_q + num_kv], num_q, self.q_norm, self.k_norm, cos, sin, config.rms_norm_eps)
         attended = attend(self.index, q, k, qkv[:, num_q + num_kv :]).flatten(1)
-        return ops.linear(attended, self.o, self.o_bias)
+        return ops.delta(attended, self.o, self.o_bias)
 
     def mlp(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.linear(ops.silu_mul(ops.linear(x, self.gate_up)), self.down)
+        return ops.delta(ops.gated(x, self.gate_up), self.down)
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Name within the layer, as transformers' checkpoints have it, -> the part of a parameter that holds it."""
@@ -123,6 +124,12 @@ class Decoder(nn.Module):
         inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=device)
         self.register_buffer("rope_inv_freq", inv_freq, persistent=False)
         self._ops = choose_ops(device, dtype)
+
+    def with_ops(self, ops: Ops) -> Decoder:
+        """The same weights, computed with by other operations."""
+        twin = copy.copy(self)  # shares every parameter
+        twin._ops = ops
+        return twin
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,4 +1,7 @@
-"""The decoder's element-wise steps as Triton kernels: one launch each, rounding where the torch version rounds."""
+"""The decoder's element-wise steps as Triton kernels: one launch each, rounding where the torch version rounds.
+
+Every program has a token to itself, so that a token's result has the same bits whatever else is in the step.
+"""
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
 from __future__ import annotations
@@ -8,6 +11,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+@triton.jit
+def _times(a, b):
+    """a * b, rounded once: in float32 the product of two half-precision numbers is exact."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
 
 
 @triton.jit
@@ -33,7 +42,8 @@ def _add_norm_kernel(
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / n + eps)
     scaled = (wide * scale).to(value.dtype)
-    tl.store(normed + row * n + i, scaled * tl.load(weight + i, mask=inside, other=0.0), mask=inside)
+    factor = tl.load(weight + i, mask=inside, other=0.0)
+    tl.store(normed + row * n + i, _times(scaled, factor), mask=inside)
 
 
 @triton.jit
@@ -73,7 +83,7 @@ def _norm_rope_kernel(
             tl.load(q_norm + D // 2 + i, mask=lane, other=0.0)[None, :],
             tl.load(k_norm + D // 2 + i, mask=lane, other=0.0)[None, :],
         )
-        first, second = (a * scale).to(kind) * low, (b * scale).to(kind) * high
+        first, second = _times((a * scale).to(kind), low), _times((b * scale).to(kind), high)
     c = tl.load(cos + token * (D // 2) + i, mask=lane, other=0.0)[None, :].to(tl.float32)
     s = tl.load(sin + token * (D // 2) + i, mask=lane, other=0.0)[None, :].to(tl.float32)
     a, b = first.to(tl.float32), second.to(tl.float32)
@@ -92,7 +102,7 @@ def _silu_mul_kernel(gate_up, out, n, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * n + i, mask=inside, other=0.0)
     up = tl.load(gate_up + row * 2 * n + n + i, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    tl.store(out + row * n + i, (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up, mask=inside)
+    tl.store(out + row * n + i, _times((wide / (1.0 + tl.exp(-wide))).to(gate.dtype), up), mask=inside)
 
 
 class TritonOps:
@@ -100,6 +110,12 @@ class TritonOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
+
+    def delta(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.linear(x, weight, bias)
+
+    def gated(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        return self.silu_mul(self.linear(x, gate_up))
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         tokens, n = x.shape
@@ -124,6 +140,7 @@ class TritonOps:
         return qk[:, :num_q], qk[:, num_q:]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 n] -> silu(first half) × second half, [T, n]."""
         tokens, twice = gate_up.shape
         out = torch.empty(tokens, twice // 2, dtype=gate_up.dtype, device=gate_up.device)
         block = min(1024, triton.next_power_of_2(twice // 2))

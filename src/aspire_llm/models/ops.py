@@ -15,8 +15,17 @@ class Ops(Protocol):
         """x [T, n] times weight [m, n] transposed, plus bias [m]: [T, m]."""
         ...
 
+    def delta(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As `linear`, in whatever form `add_norm` takes its delta in."""
+        ...
+
+    def gated(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        """x [T, n], gate_up [2 m, n] -> silu(x · gate) × (x · up), [T, m]."""
+        ...
+
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x [T, n] plus delta (if any), and that sum's RMS norm times weight [n]: (normed, sum). x may be overwritten."""
+        """x [T, n] plus delta (if any; what `delta` made), and that sum's RMS norm times weight [n]: (normed, sum). x may be
+        overwritten."""
         ...
 
     def norm_rope(
@@ -28,16 +37,19 @@ class Ops(Protocol):
         """
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 n] -> silu(first half) × second half, [T, n]."""
-        ...
-
 
 class TorchOps:
     """The arithmetic, rounding included, of transformers' modelling code."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
+
+    def delta(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.linear(x, weight, bias)
+
+    def gated(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
+        return F.silu(gate) * up
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if delta is not None:
@@ -54,10 +66,6 @@ class TorchOps:
             apply_rope(rms_norm(qk[:, :num_q], q_norm, eps), cos, sin),
             apply_rope(rms_norm(qk[:, num_q:], k_norm, eps), cos, sin),
         )
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
 
 
 class PackedOps(TorchOps):

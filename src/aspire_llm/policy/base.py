@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Action(Enum):
@@ -41,11 +41,12 @@ class CycleOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """The three quantities that a step's time is made of, and the time itself once measured."""
+    """The quantities that a step's time is made of, and the time itself once measured."""
 
     tokens: int  # tokens in the forward, all rows
     kv_tokens: float  # KV tokens read, mean over layers, all rows
     seconds: float = 0.0
+    checked_kv: float = 0.0  # of the KV tokens, those read by verifications of drafts
 
 
 class Policy(Protocol):
@@ -66,4 +67,15 @@ class Policy(Protocol):
 
     def forget(self, key: int) -> None:
         """The request has left; `key` will not come again."""
+        ...
+
+
+@runtime_checkable
+class Priced(Protocol):
+    """A policy that weighs drafts at a price, to be read between steps."""
+
+    @property
+    def price(self) -> float:
+        """Tokens that a second of a request's time must bring for one more draft to be made: mean over the requests that
+        are there, each at the price it was last asked at; 0.0 where none is."""
         ...

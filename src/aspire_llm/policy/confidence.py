@@ -26,6 +26,7 @@ from aspire_llm.policy.rows import RowCosts
 PRICE_KEEP = 0.95  # of a request's past, each cycle: it remembers about 20; the batch's, 50 times more
 PRIOR_CYCLES = 5.0  # plain tokens' worth of time that the batch's price counts for a request
 BATCH_KEEP = 0.999
+PRIOR_DRAFTS = 4.0
 
 
 class _Rate:
@@ -62,12 +63,16 @@ class Confidence(PerRequestPolicy):
         self._cycles: dict[int, _Cycle] = {}
         self._batch_rate = _Rate()
         self._rates: dict[int, _Rate] = {}
-        self._last_costs: dict[int, tuple[float, float]] = {}  # of a draft and of a verification, in the last step
+        # in the last step: of a draft, of a plain verification and of one of drafts
+        self._last_costs: dict[int, tuple[float, float, float]] = {}
+        self._mean_drafts = PRIOR_DRAFTS  # of the batch's cycles
+        self._last_prices: dict[int, float] = {}
 
     def _wants_draft(self, view: RequestView, costs: RowCosts) -> bool:
         draft, verify = costs.draft(view.length, view.pending), costs.verify(view.length)
-        self._last_costs[view.key] = draft, verify
-        price = self._price(view.key, verify)
+        check = costs.check(view.length)
+        self._last_costs[view.key] = draft, verify, check
+        price = self._last_prices[view.key] = self._price(view.key, verify)
         cycle = self._cycles.get(view.key)
         known = view.confidences
         if cycle is None:
@@ -80,6 +85,8 @@ class Confidence(PerRequestPolicy):
             cycle.survival = odds.survival(cycle.survival, cycle.last)
         cycle.seen = len(known)
         hurdle = price * draft
+        if not view.pending:  # it makes a check of a plain verification: a share of what that costs more
+            hurdle += price * (check - verify) / max(1.0, self._mean_drafts)
         gain = self._gain(odds, cycle.survival, cycle.last, view.pending - cycle.seen, hurdle)
         return gain > 0.0 or (not view.pending and self._may_probe(view, costs))
 
@@ -105,6 +112,12 @@ class Confidence(PerRequestPolicy):
             c * (survival * x - hurdle) for c, x in zip(chances, after, strict=True) if survival * x > hurdle
         )
 
+    @property
+    def price(self) -> float:
+        """See `policy.base.Priced`."""
+        prices = self._last_prices.values()
+        return sum(prices) / len(prices) if prices else 0.0
+
     def _price(self, key: int, plain: float) -> float:
         batch, own = self._batch_rate, self._rates.get(key)
         rate = batch.tokens / batch.times if batch.times else 0.0
@@ -119,13 +132,14 @@ class Confidence(PerRequestPolicy):
         self._calibration.observe(outcome.key, outcome.confidences, outcome.accepted)
         if outcome.drafted:
             self._cycles.pop(outcome.key, None)  # what was believed is out of date
-        draft, verify = self._last_costs[outcome.key]
-        times = (outcome.drafted * draft + verify) / verify
+        draft, verify, check = self._last_costs[outcome.key]
+        times = (outcome.drafted * draft + check) / verify if outcome.drafted else 1.0
+        self._mean_drafts += (1.0 - PRICE_KEEP) * (outcome.drafted - self._mean_drafts)
         self._batch_rate.add(outcome.accepted + 1.0, times, BATCH_KEEP)
         self._rates.setdefault(outcome.key, _Rate()).add(outcome.accepted + 1.0, times, PRICE_KEEP)
 
     def forget(self, key: int) -> None:
         super().forget(key)
         self._calibration.forget(key)
-        for state in (self._cycles, self._rates, self._last_costs):
+        for state in (self._cycles, self._rates, self._last_costs, self._last_prices):
             state.pop(key, None)

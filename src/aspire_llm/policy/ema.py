@@ -13,15 +13,16 @@ PRIOR_DRAFTS = 20.0  # how many drafts that is worth
 KEEP = 0.85  # of a request's past, each cycle; of the batch's, ten times slower
 
 
-def best_length(rate: float, draft: float, verify: float, longest: int) -> int:
-    """argmax over g of (1 + a + … + a^g) / (g · draft + verify). The quotient rises to its maximum and then only falls."""
+def best_length(rate: float, draft: float, verify: float, longest: int, plain: float) -> int:
+    """argmax over g of (1 + a + … + a^g) / (g · draft + verify); 0 where `plain`, a token without drafts, is cheaper. The
+    quotient rises to its maximum and then only falls."""
     best, most = 0, 1.0 / verify
     for drafts in range(1, longest + 1):
         value = expected_tokens(rate, drafts) / (drafts * draft + verify)
         if value <= most:
             break
         best, most = drafts, value
-    return best
+    return best if most > 1.0 / plain else 0
 
 
 class Ema(PerRequestPolicy):
@@ -45,8 +46,10 @@ class Ema(PerRequestPolicy):
 
     def _wants_draft(self, view: RequestView, costs: RowCosts) -> bool:
         if not view.pending or view.key not in self._targets:
-            draft, verify = costs.draft(view.length, view.pending), costs.verify(view.length)
-            target = best_length(self._rate(view.key).value, draft, verify, view.max_draft)
+            draft, plain = costs.draft(view.length, view.pending), costs.verify(view.length)
+            target = best_length(
+                self._rate(view.key).value, draft, costs.check(view.length), view.max_draft, plain=plain
+            )
             if not target and self._may_probe(view, costs):
                 target = 1
             self._targets[view.key] = target

@@ -23,22 +23,26 @@ class RowCosts:
     per_token: float
     per_kv: float
     reads: ReadModel
+    per_check: float = 0.0
 
     @classmethod
     def of_step(cls, cost: CostModel, reads: ReadModel, num_requests: int, prefill: StepLoad) -> RowCosts:
         tokens = prefill.tokens + 2.0 * num_requests
         charged = max(0.0, 1.0 - cost.free_tokens / tokens) if tokens else 1.0
-        return cls(
-            cost.fixed / max(1, num_requests + (prefill.tokens > 0)), cost.per_token * charged, cost.per_kv, reads
-        )
+        share = cost.fixed / max(1, num_requests + (prefill.tokens > 0))
+        return cls(share, cost.per_token * charged, cost.per_kv, reads, cost.per_check)
 
     def draft(self, length: int, pending: int) -> float:
         """One more draft: its DRAFT row now and its token in the verification to come."""
         return self.share + 2.0 * self.per_token + self.per_kv * self.reads.draft(length, pending + 1)
 
     def verify(self, length: int) -> float:
-        """A verification; its tokens beyond the first are counted with the drafts they check."""
+        """A verification of no drafts: a plain token."""
         return self.share + self.per_token + self.per_kv * self.reads.verify(length)
+
+    def check(self, length: int) -> float:
+        """A verification of drafts; its tokens beyond the first are counted with the drafts they check."""
+        return self.verify(length) + self.per_check * self.reads.verify(length)
 
 
 class VerifyBound:

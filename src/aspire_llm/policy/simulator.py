@@ -46,11 +46,12 @@ class SimulatedCost:
     per_token: float = 0.0
     per_kv: float = 0.35 / 28_000
     free_tokens: float = 0.0
+    per_check: float = 0.0
     context_length: int = 28_000
     reads: ReadModel = field(default_factory=lambda: ReadModel(452, 24, 1))
 
     def model(self) -> CostModel:
-        return CostModel(self.fixed, self.per_token, self.per_kv, self.free_tokens)
+        return CostModel(self.fixed, self.per_token, self.per_kv, self.free_tokens, self.per_check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +206,14 @@ class Simulation:
                 verify_tokens += 1 + r.pending if r.pending else 0
                 events.append(self._verify(r))
         tokens, kv_tokens = sum(n for n, _ in loads), sum(kv for _, kv in loads)
-        seconds = self._model.predict(StepLoad(tokens, kv_tokens))
-        token_time = seconds - self._cost.fixed - self._cost.per_kv * kv_tokens
+        checked = sum(kv for n, kv in loads if n > 1)
+        seconds = self._model.predict(StepLoad(tokens, kv_tokens, checked_kv=checked))
+        token_time = seconds - self._cost.fixed - self._cost.per_kv * kv_tokens - self._cost.per_check * checked
         for r, (n, kv) in zip(batch, loads, strict=True):
             share = self._cost.fixed / len(batch) + (token_time * n / tokens if tokens else 0.0)
-            r.seconds += share + self._cost.per_kv * kv
+            r.seconds += share + (self._cost.per_kv + self._cost.per_check * (n > 1)) * kv
         self._most = max(self._most, verify_tokens)
-        return StepLoad(tokens, kv_tokens, seconds), events
+        return StepLoad(tokens, kv_tokens, seconds, checked), events
 
     def _verify(self, r: _Request) -> _Event:
         accepted = min(r.draft.accepted, r.pending)

@@ -129,15 +129,20 @@ def default_method(methods: Mapping[str, Trace]) -> str:
     return (profiled or [m for m in methods if m == "refreshed_penultimate"] or sorted(methods))[0]
 
 
+def shipped_files() -> list[Traversable]:
+    """The trace files in the package, by name."""
+    files = resources.files("aspire_llm").joinpath("data/traces").iterdir()
+    return sorted((file for file in files if file.name.endswith(".npz")), key=lambda file: file.name)
+
+
 def shipped_traces(method: str | None = None) -> dict[str, Trace]:
     """The traces in the package, by file name; of `method`, by default `default_method`. See data/traces/README.md."""
     chosen = {}
-    for file in sorted(resources.files("aspire_llm").joinpath("data/traces").iterdir(), key=lambda f: f.name):
-        if file.name.endswith(".npz"):
-            methods = read_traces(file)
-            wanted = method or default_method(methods)
-            if wanted in methods:
-                chosen[file.name.removesuffix(".npz")] = methods[wanted]
+    for file in shipped_files():
+        methods = read_traces(file)
+        wanted = method or default_method(methods)
+        if wanted in methods:
+            chosen[file.name.removesuffix(".npz")] = methods[wanted]
     if not chosen:
         raise UserError(f"method {method!r}: no shipped trace has it", "method")
     return chosen

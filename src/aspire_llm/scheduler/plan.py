@@ -88,6 +88,12 @@ class StepResult:
     seconds: float = 0.0  # the forward and everything after it on the device
     kv_tokens_read: dict[RowKind, int] = field(default_factory=dict)  # sum over rows and layers, as the backend counted
     num_layers: int = 1
+    checked_kv_tokens: int = 0  # of them, by verifications of drafts
+
+    @property
+    def mean_checked_kv(self) -> float:
+        """As `StepLoad.checked_kv`."""
+        return self.checked_kv_tokens / self.num_layers
 
     @property
     def mean_kv_tokens(self) -> float:

@@ -287,7 +287,9 @@ class Scheduler:
     def apply(self, plan: StepPlan, result: StepResult) -> list[Progress]:
         """Write a step's results into its requests. Results of an earlier tenant of a slot are dropped."""
         self._retire(plan)
-        self.policy.observe_step(StepLoad(plan.num_tokens, result.mean_kv_tokens, result.seconds))
+        self.policy.observe_step(
+            StepLoad(plan.num_tokens, result.mean_kv_tokens, result.seconds, result.mean_checked_kv)
+        )
         progress = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = self._tenants[row.slot]

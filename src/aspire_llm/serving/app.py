@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from aspire_llm import __version__
 from aspire_llm.engine.async_llm import AsyncLLM
 from aspire_llm.engine.metrics import Metric
-from aspire_llm.serving import admin, chat, completions, errors, tokenize
+from aspire_llm.serving import admin, chat, completions, errors, responses, tokenize
 from aspire_llm.serving.live import LiveMonitor, live_router
 from aspire_llm.serving.middleware import Accounting, BodyLimit, KeyCheck, Turns
 from aspire_llm.serving.prometheus import HttpCounts, make_registry
@@ -40,7 +40,7 @@ def create_app(llm: AsyncLLM | None, settings: ServerSettings, monitor: LiveMoni
 
     app.state.registry = make_registry(engine_metrics)
     errors.install(app)
-    for router in (completions.router, chat.router, tokenize.router, admin.router):
+    for router in (completions.router, chat.router, responses.router, tokenize.router, admin.router):
         app.include_router(router, responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}})
     if monitor is not None:
         app.include_router(live_router(lambda: state.attached, monitor))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,11 +16,11 @@ from aspire_llm.errors import UserError
 from aspire_llm.request import CompletionOutput, RequestOutput, SamplingParams
 from aspire_llm.serving.conversation import check_template_options, template_messages, template_of
 from aspire_llm.serving.errors import ApiError, of_user_error
-from aspire_llm.serving.generation import Cursor, Generation, metrics, prepare, usage
+from aspire_llm.serving.generation import Generation, metrics, num_tokens, prepare, usage
 from aspire_llm.serving.logprobs import TokenText, chat_logprobs, prompt_logprobs
 from aspire_llm.serving.protocol import ChatRequest
 from aspire_llm.serving.sse import DONE, EventStream, event, while_connected
-from aspire_llm.serving.state import Running, ServerState, end_turn, new_id, state_of, x_request_id
+from aspire_llm.serving.state import ServerState, end_turn, new_id, running_of, state_of
 from aspire_llm.serving.tools import Call, Format, ToolCalls, ToolParser, find_format
 
 router = APIRouter()
@@ -37,7 +37,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     params = chat_params(body, calls)
     places = state.take_places(params.n)
     try:
-        running = Running(new_id("chatcmpl"), x_request_id(request))
+        running = running_of(request, "chatcmpl")
         prompt = await state.in_worker(chat_prompt, body, inputs, template, calls)
         generation = await prepare(state, [prompt], params, running)
     except BaseException:
@@ -94,12 +94,11 @@ class Choice:
     """One continuation on its way out."""
 
     parser: ToolParser | None
-    cursor: Cursor = field(default_factory=Cursor)
     calls: int = 0
 
     def events(self, output: CompletionOutput) -> list[str | Call]:
-        """New text and new calls."""
-        text = self.cursor.text(output)
+        """The pieces of text and the calls in what is new."""
+        text = output.text
         if self.parser is None:
             return [text] if text else []
         events = self.parser.push(text)
@@ -135,7 +134,7 @@ class ChatWriter:
         made = {
             **self._head("chat.completion"),
             "choices": [self._whole_choice(choice) for choice in output.outputs],
-            "usage": usage([output]),
+            "usage": usage([output], num_tokens([output])),
             "metrics": metrics([output]),
         }
         if self._body.prompt_logprobs is not None:
@@ -161,16 +160,18 @@ class ChatWriter:
     async def events(self, generation: Generation) -> AsyncGenerator[str, None]:
         choices: dict[int, Choice] = {}
         last: RequestOutput | None = None
+        tokens = 0
         try:
             async with aclosing(generation.outputs()) as outputs:
                 async for _, output in outputs:
                     last = output
+                    tokens += num_tokens([output])
                     for choice in self._chunks(choices, output):
-                        yield event(self._chunk([choice], output))
+                        yield event(self._chunk([choice], output, tokens))
             assert last is not None
-            closing = {**self._chunk([], last), "metrics": metrics([last])}
+            closing = {**self._chunk([], last, tokens), "metrics": metrics([last])}
             if self._body.include_usage:
-                closing["usage"] = usage([last])
+                closing["usage"] = usage([last], tokens)
             if self._body.prompt_logprobs is not None:
                 closing["prompt_logprobs"] = prompt_logprobs(self._tokens, last.prompt_logprobs)
             yield event(closing)
@@ -178,10 +179,10 @@ class ChatWriter:
             yield event((error if isinstance(error, ApiError) else of_user_error(error)).body)
         yield DONE
 
-    def _chunk(self, choices: Sequence[dict[str, Any]], output: RequestOutput) -> dict[str, Any]:
+    def _chunk(self, choices: Sequence[dict[str, Any]], output: RequestOutput, tokens: int) -> dict[str, Any]:
         chunk = {**self._head("chat.completion.chunk"), "choices": list(choices)}
         if self._body.usage_in_every_chunk:
-            chunk["usage"] = usage([output])
+            chunk["usage"] = usage([output], tokens)
         elif self._body.include_usage:
             chunk["usage"] = None
         return chunk
@@ -193,11 +194,8 @@ class ChatWriter:
             if choice is None:
                 choice = choices[completion.index] = Choice(self._calls.parser())
                 yield self._delta(completion, {"role": "assistant", "content": ""})
-            if choice.cursor.ended:
-                continue
             deltas = [self._event_delta(choice, e) for e in choice.events(completion)]
-            new = choice.cursor.new_tokens(completion)
-            logprobs = completion.logprobs[new] if completion.logprobs else []
+            logprobs = completion.logprobs or []
             if logprobs and not deltas:
                 deltas.append({"content": ""})
             for i, delta in enumerate(deltas):
@@ -205,7 +203,6 @@ class ChatWriter:
                     completion, delta, logprobs=chat_logprobs(self._tokens, logprobs) if logprobs and not i else None
                 )
             if completion.finish_reason is not None:
-                choice.cursor.ended = True
                 yield self._delta(completion, {}, choice.finish_reason(completion))
 
     def _event_delta(self, choice: Choice, piece: str | Call) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from starlette.responses import JSONResponse, Response
 from aspire_llm.errors import UserError
 from aspire_llm.request import CompletionOutput, RequestOutput, TokenLogprobs
 from aspire_llm.serving.errors import ApiError, of_user_error
-from aspire_llm.serving.generation import Cursor, Generation, metrics, prepare, usage
+from aspire_llm.serving.generation import Generation, metrics, num_tokens, prepare, usage
 from aspire_llm.serving.logprobs import TokenText, completion_logprobs, prompt_logprobs
 from aspire_llm.serving.protocol import CompletionRequest
 from aspire_llm.serving.sse import DONE, EventStream, event, while_connected
-from aspire_llm.serving.state import Running, end_turn, new_id, state_of, x_request_id
+from aspire_llm.serving.state import end_turn, running_of, state_of
 
 router = APIRouter()
 
@@ -34,7 +34,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     )
     places = state.take_places(params.n * len(prompts))
     try:
-        running = Running(new_id("cmpl"), x_request_id(request))
+        running = running_of(request, "cmpl")
         generation = await prepare(state, prompts, params, running)
     except BaseException:
         places.give_back()
@@ -61,73 +61,72 @@ class CompletionWriter:
         self._body = body
         self._tokens = tokens
         self._head = {"id": response_id, "object": "text_completion", "created": int(time.time()), "model": model}
-        self._cursors: dict[tuple[int, int], Cursor] = {}
+        self._offsets: dict[tuple[int, int], int] = {}  # by prompt and continuation: characters of the tokens sent
         self._echoed: set[tuple[int, int]] = set()
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = [
             self._choice(prompt, output, choice) for prompt, output in enumerate(outputs) for choice in output.outputs
         ]
-        return {**self._head, "choices": choices, "usage": usage(outputs), "metrics": metrics(outputs)}
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": usage(outputs, num_tokens(outputs)),
+            "metrics": metrics(outputs),
+        }
 
     async def events(self, generation: Generation) -> AsyncGenerator[str, None]:
         last: dict[int, RequestOutput] = {}
+        tokens = 0
         try:
             async with aclosing(generation.outputs()) as outputs:
                 async for prompt, output in outputs:
                     last[prompt] = output
+                    tokens += num_tokens([output])
                     for choice in output.outputs:
-                        if self._has_news(prompt, choice):
-                            yield event(self._chunk([self._choice(prompt, output, choice)], last))
+                        if self._has_news(choice):
+                            yield event(self._chunk([self._choice(prompt, output, choice)], last, tokens))
             everything = [last[prompt] for prompt in sorted(last)]
             closing = {**self._head, "choices": [], "metrics": metrics(everything)}
             if self._body.include_usage:
-                closing["usage"] = usage(everything)
+                closing["usage"] = usage(everything, tokens)
             yield event(closing)
         except (ApiError, UserError) as error:
             yield event((error if isinstance(error, ApiError) else of_user_error(error)).body)
         yield DONE
 
-    def _chunk(self, choices: list[dict[str, Any]], last: dict[int, RequestOutput]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], last: dict[int, RequestOutput], tokens: int) -> dict[str, Any]:
         chunk = {**self._head, "choices": choices}
         if self._body.usage_in_every_chunk:
-            chunk["usage"] = usage(list(last.values()))
+            chunk["usage"] = usage(list(last.values()), tokens)
         elif self._body.include_usage:
             chunk["usage"] = None
         return chunk
 
-    def _cursor(self, prompt: int, choice: CompletionOutput) -> Cursor:
-        return self._cursors.setdefault((prompt, choice.index), Cursor())
-
-    def _has_news(self, prompt: int, choice: CompletionOutput) -> bool:
-        cursor = self._cursor(prompt, choice)
-        if cursor.ended:
-            return False
-        new_logprobs = self._body.logprobs is not None and len(choice.token_ids) > cursor.tokens
-        return len(choice.text) > cursor.characters or new_logprobs or choice.finish_reason is not None
+    def _has_news(self, choice: CompletionOutput) -> bool:
+        new_logprobs = self._body.logprobs is not None and bool(choice.token_ids)
+        return bool(choice.text) or new_logprobs or choice.finish_reason is not None
 
     def _choice(self, prompt: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
-        """What is new of one continuation."""
-        cursor = self._cursor(prompt, choice)
-        text = cursor.text(choice)
-        new = cursor.new_tokens(choice)
-        cursor.ended = choice.finish_reason is not None
-        token_ids = choice.token_ids[new]
-        positions: list[TokenLogprobs | None] = list(choice.logprobs[new]) if choice.logprobs is not None else []
-        echo = self._body.echo and (prompt, choice.index) not in self._echoed
+        """What is new of one continuation. Without log-probabilities nothing depends on where tokens begin."""
+        place = prompt, choice.index
+        text, token_ids = choice.text, choice.token_ids
+        positions: list[TokenLogprobs | None] = list(choice.logprobs) if choice.logprobs is not None else []
+        echo = self._body.echo and place not in self._echoed
         if echo:
-            self._echoed.add((prompt, choice.index))
+            self._echoed.add(place)
             text = (output.prompt if output.prompt is not None else self._text_of(output.prompt_token_ids)) + text
             token_ids = [*output.prompt_token_ids, *token_ids]
             positions = [*(output.prompt_logprobs or ()), *positions]
-        offset = cursor.offset
-        cursor.offset += sum(len(self._tokens.text(token_id)) for token_id in token_ids)
+        logprobs = None
+        if self._body.logprobs is not None:
+            offset = self._offsets.get(place, 0)
+            logprobs = completion_logprobs(self._tokens, positions, token_ids, offset)
+            self._offsets[place] = offset + sum(len(self._tokens.text(token_id)) for token_id in token_ids)
         made: dict[str, Any] = {
-            "index": prompt * len(output.outputs) + choice.index,
+            "index": prompt * (self._body.n or 1) + choice.index,
             "text": text,
-            "logprobs": completion_logprobs(self._tokens, positions, token_ids, offset)
-            if self._body.logprobs is not None
-            else None,
+            "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }

@@ -7,12 +7,14 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
 
 from aspire_llm.engine.async_llm import Prepared
 from aspire_llm.engine.inputs import Prompt
+from aspire_llm.engine.outputs import speculative_decoding_metrics
+from aspire_llm.engine.streams import OutputKind
 from aspire_llm.errors import UserError
-from aspire_llm.request import NO_TOKEN_LIMIT, CompletionOutput, RequestOutput, SamplingParams
+from aspire_llm.request import NO_TOKEN_LIMIT, RequestMetrics, RequestOutput, SamplingParams, SpeculationStats
 from aspire_llm.serving.errors import ApiError
 from aspire_llm.serving.state import Running, ServerState
 
@@ -28,20 +30,20 @@ class Generation:
         self._prepared = prepared
         running.engine_ids = [p.request_id for p in prepared]
 
-    async def outputs(self, *, final_only: bool = False) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(index of the prompt, its newest output), until all are finished. Raises ApiError."""
+    async def outputs(self, kind: OutputKind = "delta") -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(index of the prompt, its next output), until all are finished. Raises ApiError."""
         llm = self._state.llm
         loop = asyncio.get_running_loop()
         timeout = self._state.settings.request_timeout
         deadline = loop.time() + timeout if timeout is not None else None
-        with self._state.listed(self._running):
-            streams = [llm.stream(prepared, final_only=final_only) for prepared in self._prepared]
-            async with aclosing(merged(streams)) as newest:
+        with self._state.listed(self._running), Traces(self._state, self._running, self._prepared) as traces:
+            streams = [llm.stream(prepared, kind=kind) for prepared in self._prepared]
+            async with aclosing(merged(streams)) as outputs:
                 while True:
                     try:
                         # around each wait only: between them the reader's own waiting must not be cut short
                         async with asyncio.timeout_at(deadline):
-                            index, output = await anext(newest)
+                            index, output = await anext(outputs)
                     except StopAsyncIteration:
                         return
                     except TimeoutError:
@@ -50,13 +52,14 @@ class Generation:
                         if llm.is_running:
                             raise
                         raise ApiError(503, str(error)) from None
+                    traces.saw(index, output)
                     self._check(output)
                     yield index, output
 
     async def finals(self) -> list[RequestOutput]:
         """The finished outputs, in the order of the prompts."""
         last: dict[int, RequestOutput] = {}
-        async with aclosing(self.outputs(final_only=True)) as outputs:
+        async with aclosing(self.outputs("final_only")) as outputs:
             async for index, output in outputs:
                 last[index] = output
         return [last[index] for index in range(len(self._prepared))]
@@ -69,44 +72,92 @@ class Generation:
         raise ApiError(status, f"the request failed in the engine: {output.error}")
 
 
+class Traces:
+    """Follows the outputs of an HTTP request's prompts, and records a span for each when it is over, however it ends."""
+
+    def __init__(self, state: ServerState, running: Running, prepared: Sequence[Prepared]) -> None:
+        self._state = state
+        self._running = running
+        self._prepared = prepared
+        self._newest: dict[int, RequestOutput] = {}
+        self._num_tokens = [0] * len(prepared)
+        self._reasons: list[dict[int, str]] = [{} for _ in prepared]
+
+    def saw(self, index: int, output: RequestOutput) -> None:
+        """The next output of a prompt; it tells what is new."""
+        if self._state.tracer is not None:
+            self._newest[index] = output
+            self._num_tokens[index] += num_tokens([output])
+            self._reasons[index] |= {c.index: c.finish_reason for c in output.outputs if c.finish_reason is not None}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        llm = self._state.attached
+        if self._state.tracer is None or llm is None:
+            return
+        for index, prepared in enumerate(self._prepared):
+            output = self._newest.get(index)
+            params = prepared.requests[0].params
+            reasons = [self._reasons[index].get(i, "abort") for i in range(params.n)]
+            self._state.tracer.record(
+                request_id=self._running.x_request_id,
+                model=self._state.names_of(llm)[0],
+                params=params,
+                caller=self._running.caller,
+                metrics=output.metrics if output is not None and output.metrics is not None else unstarted(prepared),
+                prompt_tokens=len(prepared.requests[0].prompt_token_ids),
+                completion_tokens=self._num_tokens[index],
+                finish_reasons=reasons,
+                error=output.error if output is not None else None,
+            )
+
+
+def unstarted(prepared: Prepared) -> RequestMetrics:
+    """Of a prompt that brought nothing."""
+    return RequestMetrics(
+        arrival_time=prepared.requests[0].arrival,
+        time_in_queue=0.0,
+        time_to_first_token=0.0,
+        time_per_output_token=0.0,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        steps={},
+        speculative_decoding=speculative_decoding_metrics(SpeculationStats()),
+    )
+
+
 async def merged(
     streams: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The newest output of each stream, as they come. All streams are closed at the end, however it comes."""
+    """The outputs of all streams, as they come. All streams are closed at the end, however it comes.
+
+    A stream is read on when its output has been taken: what a slow reader leaves waits in the stream, put together.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for output in stream:
                 yield 0, output
         return
-    newest: dict[int, RequestOutput] = {}
-    changed = asyncio.Event()
-
-    async def follow(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
-        async with aclosing(stream):
-            async for output in stream:
-                newest[index] = output
-                changed.set()
-
-    tasks = [asyncio.create_task(follow(index, stream)) for index, stream in enumerate(streams)]
-    for task in tasks:
-        task.add_done_callback(lambda _: changed.set())
+    coming = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
     try:
-        while newest or not all(task.done() for task in tasks):
-            if not newest:
-                await changed.wait()
-            changed.clear()
-            for task in tasks:
-                if task.done():
-                    task.result()
-            while newest:
-                index = next(iter(newest))
-                yield index, newest.pop(index)
-        for task in tasks:
-            task.result()
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = coming.pop(task)
+                try:
+                    output = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield index, output
+                coming[asyncio.ensure_future(anext(streams[index]))] = index
     finally:
-        for task in tasks:
+        for task in coming:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*coming, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
 
 
 async def prepare(
@@ -142,28 +193,9 @@ def check_length(state: ServerState, prompt_tokens: int, params: SamplingParams)
         )
 
 
-class Cursor:
-    """How much of one continuation has been sent."""
-
-    def __init__(self) -> None:
-        self.characters = 0
-        self.tokens = 0
-        self.offset = 0  # characters of the tokens sent
-        self.ended = False
-
-    def text(self, output: CompletionOutput) -> str:
-        """What is new of the text."""
-        start, self.characters = self.characters, len(output.text)
-        return output.text[start:]
-
-    def new_tokens(self, output: CompletionOutput) -> slice:
-        start, self.tokens = self.tokens, len(output.token_ids)
-        return slice(start, self.tokens)
-
-
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def usage(outputs: Sequence[RequestOutput], completion: int) -> dict[str, Any]:
+    """outputs: one of each prompt. completion: tokens generated for all of them."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     cached = sum(output.metrics.num_cached_tokens for output in outputs if output.metrics is not None)
     return {
         "prompt_tokens": prompt,
@@ -171,6 +203,11 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def num_tokens(outputs: Sequence[RequestOutput]) -> int:
+    """Generated tokens in these outputs."""
+    return sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
 
 
 def metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:

@@ -158,12 +158,14 @@ class LiveView:
         predicted = decode = plain = None
         cost = self._engine.cost
         if cost is not None:
-            predicted = cost.predict(StepLoad(plan.num_tokens, result.mean_kv_tokens))
+            load = StepLoad(plan.num_tokens, result.mean_kv_tokens, checked_kv=result.mean_checked_kv)
+            predicted = cost.predict(load)
             batch = [lane.request for lane in self._lanes.values() if lane.decoding]
             decode = plain = 0.0
             if batch and len(plan.rows) > sum(row.kind is RowKind.PREFILL for row in plan.rows):
                 read = sum(n for kind, n in result.kv_tokens_read.items() if kind is not RowKind.PREFILL)
-                decode = cost.predict(StepLoad(plan.num_tokens - prompt_tokens, read / result.num_layers))
+                tokens, checked = plan.num_tokens - prompt_tokens, result.mean_checked_kv
+                decode = cost.predict(StepLoad(tokens, read / result.num_layers, checked_kv=checked))
                 # plain decoding would give every request of the batch one token a step, reading all of it
                 plain_step = cost.predict(StepLoad(len(batch), sum(r.num_tokens for r in batch)))
                 emitted = sum(

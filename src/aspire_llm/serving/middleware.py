@@ -178,7 +178,7 @@ class Turns:
     """Lets a few requests at a time through parsing and checking, which takes a millisecond or two each: in a burst, probes
     and running streams get their turn in between. Requests go on to run all at once."""
 
-    AT_ONCE = 8
+    AT_ONCE = 4
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

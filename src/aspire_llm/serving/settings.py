@@ -60,6 +60,9 @@ class ServerSettings(BaseModel):
     root_path: str = Field("", description="path under which a proxy offers this server")
     ssl_certfile: str | None = Field(None, description="certificate for HTTPS")
     ssl_keyfile: str | None = Field(None, description="its private key")
+    otlp_traces_endpoint: str | None = Field(
+        None, description="URL of an OpenTelemetry collector that gets a span for each request (OTLP over HTTP)"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe messages to show")
     log_format: Literal["text", "json"] = Field("text", description="json: one object a line")
 

@@ -17,6 +17,7 @@ from aspire_llm.config import read_text
 from aspire_llm.engine.async_llm import AsyncLLM
 from aspire_llm.serving.errors import ApiError
 from aspire_llm.serving.settings import ApiKeys, ServerSettings
+from aspire_llm.serving.tracing import CONTEXT_HEADERS, Tracer, tracer_to
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class Running:
 
     id: str  # of the response: cmpl-… or chatcmpl-…
     x_request_id: str
+    caller: dict[str, str] = field(default_factory=dict)  # the headers that tell of a caller's span
     engine_ids: list[str] = field(default_factory=list)
 
 
@@ -46,6 +48,8 @@ class ServerState:
         self._chat_template = (
             read_text(settings.chat_template, "chat_template") if settings.chat_template is not None else None
         )
+        endpoint = settings.otlp_traces_endpoint
+        self.tracer: Tracer | None = tracer_to(endpoint) if endpoint is not None else None
         self._llm: AsyncLLM | None = None
         self._places_taken = 0
         # tokenising long prompts and compiling grammars would hold up the event loop; a tokenizer is for one thread
@@ -59,6 +63,8 @@ class ServerState:
 
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
+        if self.tracer is not None:
+            self.tracer.close()
 
     # ---- the engine
 
@@ -177,9 +183,11 @@ def state_of(request: Request) -> ServerState:
     return state
 
 
-def x_request_id(request: Request) -> str:
-    name: str = request.scope["aspire_llm.request_id"]
-    return name
+def running_of(request: Request, prefix: str) -> Running:
+    """What a request is called while it runs. prefix: of the response's id."""
+    headers = request.headers
+    caller = {name: headers[name] for name in CONTEXT_HEADERS if name in headers}
+    return Running(new_id(prefix), request.scope["aspire_llm.request_id"], caller)
 
 
 def end_turn(request: Request) -> None:

@@ -152,23 +152,46 @@ def _load_block(cache, places, stride, dtype: tl.constexpr, D: tl.constexpr, D_P
 
 
 @triton.jit
-def _entries(token_entry, r, token0, count, leaves, num_heads, head0, GROUP: tl.constexpr):
-    """Scored-token number of each packed row, -1 for none; and the tile's first line of scores (entry, head): offsets from
-    there fit 32 bits."""
-    entry = tl.load(token_entry + token0 + r // GROUP, mask=r < count * GROUP * leaves, other=-1)
-    lowest = tl.min(tl.where(entry >= 0, entry, 2147483647 // num_heads - 1), 0)
-    return entry, lowest * num_heads + head0
+def _load_scored(
+    q, c, token0, scored0, scored1, head0, stride_t, stride_h, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
+):
+    """Queries of the tile's scored tokens, [len(c), D_PAD]: column c is head c % GROUP of the row's first scored token, or of
+    its last. And which columns this tile has."""
+    d = tl.arange(0, D_PAD)
+    local = tl.where(c < GROUP, scored0, tl.where(c < 2 * GROUP, scored1, -1))
+    here = local >= 0
+    at = (token0 + local).to(tl.int64)[:, None] * stride_t + (head0 + c % GROUP)[:, None] * stride_h + d[None, :]
+    return tl.load(q + at, mask=here[:, None] & (d[None, :] < D), other=0.0), here
+
+
+@triton.jit
+def _first_logits(
+    qc,
+    k_head,
+    table_row,
+    stride,
+    scale_log2,
+    dtype: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Logits of the row's first position, [len(qc)]: the point that stored ones are counted from. It is a sink, so those of
+    the best positions are near it and half precision is enough."""
+    d = tl.arange(0, D_PAD)
+    key = tl.load(k_head + tl.load(table_row).to(tl.int64) * PAGE * stride + d, mask=d < D, other=0.0)
+    return tl.sum(qc.to(tl.float32) * key.to(dtype).to(tl.float32)[None, :], 1) * scale_log2
 
 
 @triton.jit
 def _tile(
-    q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
-    k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, leaves, head0, part,
-    q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len, score_blocks,
+    q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
+    k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, scored0, scored1, score_line, head0, part,
+    q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
     scale_log2, value_scale,
     M: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, LISTED: tl.constexpr, SCORED: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of at most M packed rows."""
     # Triton spreads stages over the chain of loads (page -> keys, or list -> page -> keys): this many keep DEPTH blocks of
@@ -181,12 +204,14 @@ def _tile(
     norm = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D_PAD], tl.float32)
     if SCORED:
-        entry, score_line = _entries(token_entry, r, token0, count, leaves, num_heads, head0, GROUP)
-        line = (entry - score_line // num_heads) * num_heads + r % GROUP
-        # Dense rows begin, and blocks lie, at multiples of BLOCK_N: written out, so that stores are wide.
-        score_p += score_line.to(tl.int64) * score_len + base // BLOCK_N * BLOCK_N
-        score_max += score_line.to(tl.int64) * score_blocks + base // BLOCK_N
-        score_at = line[:, None] * score_len + tl.arange(0, BLOCK_N)[None, :]
+        c = tl.arange(0, COLUMNS)
+        qc, here = _load_scored(q, c, token0, scored0, scored1, head0, q_stride_t, q_stride_h, GROUP, D, D_PAD)
+        first = _first_logits(qc, k_head, table_row, k_stride, scale_log2, qc.dtype, D, D_PAD, PAGE)
+        if low == 0:
+            tl.store(score_ref + score_line.to(tl.int64) * COLUMNS + c, first, mask=here)
+        qc = tl.trans(qc)
+        score_x += (score_line.to(tl.int64) * score_len + base) * COLUMNS
+        score_at = tl.arange(0, BLOCK_N)[:, None] * COLUMNS + c[None, :]
     whole_end = _whole_end(low, high, base, position0, BLOCK_N, WINDOW, LISTED)
     if not (LISTED or WINDOW > 0):
         k_offsets = _offsets(k_stride, D_PAD, BLOCK_N)
@@ -202,12 +227,8 @@ def _tile(
             acc = tl.dot(p.to(qs.dtype), v, acc * alpha[:, None], input_precision="ieee")
             m = m_new
             if SCORED:
-                tl.store(
-                    score_p + start // BLOCK_N * BLOCK_N + score_at,
-                    p.to(score_p.dtype.element_ty),
-                    mask=(entry >= 0)[:, None],
-                )
-                tl.store(score_max + start // BLOCK_N + line * score_blocks, m, mask=entry >= 0)
+                x = tl.dot(k, qc, input_precision="ieee") * scale_log2 - first[None, :]
+                tl.store(score_x + start * COLUMNS + score_at, x.to(score_x.dtype.element_ty), mask=here[None, :])
     for start in tl.range(whole_end, high, BLOCK_N, num_stages=STAGES if LISTED or WINDOW > 0 else 1):
         places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, LISTED)
         k = _load_block(k_head, places, k_stride, qs.dtype, D, D_PAD)
@@ -223,9 +244,9 @@ def _tile(
         acc = tl.dot(p.to(qs.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
         if SCORED:
-            stored = (entry >= 0)[:, None] & ((start + tl.arange(0, BLOCK_N)) < high)[None, :]
-            tl.store(score_p + start // BLOCK_N * BLOCK_N + score_at, p.to(score_p.dtype.element_ty), mask=stored)
-            tl.store(score_max + start // BLOCK_N + line * score_blocks, m_safe, mask=entry >= 0)
+            x = tl.dot(k, qc, input_precision="ieee") * scale_log2 - first[None, :]
+            kept = here[None, :] & ((start + tl.arange(0, BLOCK_N)) < high)[:, None]
+            tl.store(score_x + start * COLUMNS + score_at, x.to(score_x.dtype.element_ty), mask=kept)
     _write_rows(
         acc, m, norm, r, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
         out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
@@ -234,12 +255,13 @@ def _tile(
 
 @triton.jit
 def _tile_72(
-    q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
-    k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, leaves, head0, part,
-    q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len, score_blocks,
+    q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
+    k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, scored0, scored1, score_line, head0, part,
+    q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
     scale_log2, value_scale,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCORED: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of 65-72 packed rows: `a` the first 64, `b` the other 8, transposed."""
     STAGES: tl.constexpr = 2 * DEPTH + 1
@@ -258,16 +280,14 @@ def _tile_72(
     acc_a = tl.zeros([64, D_PAD], tl.float32)
     acc_b = tl.zeros([D_PAD, EXTRA], tl.float32)
     if SCORED:
-        entry_a, score_line = _entries(token_entry, ra, token0, count, leaves, num_heads, head0, GROUP)
-        entry_b, other = _entries(token_entry, rb, token0, count, leaves, num_heads, head0, GROUP)
-        score_line = tl.minimum(score_line, other)
-        line_a = (entry_a - score_line // num_heads) * num_heads + ra % GROUP
-        line_b = (entry_b - score_line // num_heads) * num_heads + rb % GROUP
-        # Dense rows begin, and blocks lie, at multiples of BLOCK_N: written out, so that stores are wide.
-        score_p += score_line.to(tl.int64) * score_len + base // BLOCK_N * BLOCK_N
-        score_max += score_line.to(tl.int64) * score_blocks + base // BLOCK_N
-        score_at_a = line_a[:, None] * score_len + tl.arange(0, BLOCK_N)[None, :]
-        score_at_b = line_b[None, :] * score_len + tl.arange(0, BLOCK_N)[:, None]
+        c = tl.arange(0, COLUMNS)
+        qc, here = _load_scored(q, c, token0, scored0, scored1, head0, q_stride_t, q_stride_h, GROUP, D, D_PAD)
+        first = _first_logits(qc, k_head, table_row, k_stride, scale_log2, qc.dtype, D, D_PAD, PAGE)
+        if low == 0:
+            tl.store(score_ref + score_line.to(tl.int64) * COLUMNS + c, first, mask=here)
+        qc = tl.trans(qc)
+        score_x += (score_line.to(tl.int64) * score_len + base) * COLUMNS
+        score_at = tl.arange(0, BLOCK_N)[:, None] * COLUMNS + c[None, :]
     whole_end = _whole_end(low, high, base, position0, BLOCK_N, WINDOW, False)
     if WINDOW == 0:
         k_offsets = _offsets(k_stride, D_PAD, BLOCK_N)
@@ -290,18 +310,8 @@ def _tile_72(
             ma = ma_new
             mb = mb_new
             if SCORED:
-                tl.store(
-                    score_p + start // BLOCK_N * BLOCK_N + score_at_a,
-                    pa.to(score_p.dtype.element_ty),
-                    mask=(entry_a >= 0)[:, None],
-                )
-                tl.store(score_max + start // BLOCK_N + line_a * score_blocks, ma, mask=entry_a >= 0)
-                tl.store(
-                    score_p + start // BLOCK_N * BLOCK_N + score_at_b,
-                    pb.to(score_p.dtype.element_ty),
-                    mask=(entry_b >= 0)[None, :],
-                )
-                tl.store(score_max + start // BLOCK_N + line_b * score_blocks, mb, mask=entry_b >= 0)
+                x = tl.dot(k, qc, input_precision="ieee") * scale_log2 - first[None, :]
+                tl.store(score_x + start * COLUMNS + score_at, x.to(score_x.dtype.element_ty), mask=here[None, :])
     for start in tl.range(whole_end, high, BLOCK_N, num_stages=STAGES if WINDOW > 0 else 1):
         places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, False)
         k = _load_block(k_head, places, k_stride, qa.dtype, D, D_PAD)
@@ -326,13 +336,9 @@ def _tile_72(
         ma = ma_new
         mb = mb_new
         if SCORED:
-            inside = (start + tl.arange(0, BLOCK_N)) < high
-            stored_a = (entry_a >= 0)[:, None] & inside[None, :]
-            stored_b = (entry_b >= 0)[None, :] & inside[:, None]
-            tl.store(score_p + start // BLOCK_N * BLOCK_N + score_at_a, pa.to(score_p.dtype.element_ty), mask=stored_a)
-            tl.store(score_max + start // BLOCK_N + line_a * score_blocks, ma_safe, mask=entry_a >= 0)
-            tl.store(score_p + start // BLOCK_N * BLOCK_N + score_at_b, pb.to(score_p.dtype.element_ty), mask=stored_b)
-            tl.store(score_max + start // BLOCK_N + line_b * score_blocks, mb_safe, mask=entry_b >= 0)
+            x = tl.dot(k, qc, input_precision="ieee") * scale_log2 - first[None, :]
+            kept = here[None, :] & ((start + tl.arange(0, BLOCK_N)) < high)[:, None]
+            tl.store(score_x + start * COLUMNS + score_at, x.to(score_x.dtype.element_ty), mask=kept)
     _write_rows(
         acc_a, ma, norm_a, ra, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
         out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
@@ -344,7 +350,7 @@ def _tile_72(
 
 
 # Not specialised: what differs between layers or steps, else the same kernel would be compiled again and again.
-@triton.jit(do_not_specialize=["num_pieces", "sets", "num_heads", "table_stride", "set_stride", "score_blocks"])
+@triton.jit(do_not_specialize=["num_pieces", "sets", "num_heads", "table_stride", "set_stride"])
 def attend_kernel(
     q,  # [T, query heads, D], heads and tokens strided
     k_cache,  # [KV heads, places, D], strided, D contiguous
@@ -358,18 +364,18 @@ def attend_kernel(
     num_pieces,  # int32 [1] of this layer
     page_table,  # int32 [S, max pages]
     sets,  # int32 [S, B] of this layer
-    token_entry,  # int32 [T]
-    score_p,  # out float16 [E, query heads, score_len]: exp2(logit - running maximum)
-    score_max,  # out float32 [E, query heads, score_blocks]: that maximum, for each block
+    score_x,  # out float16 [max rows, KV heads, score_len, COLUMNS]: scaled logits of scored tokens, less score_ref
+    score_ref,  # out float32 [max rows, KV heads, COLUMNS]: their logits at position 0
     num_heads, table_stride, set_stride,
     q_stride_t, q_stride_h, k_stride_h, k_stride, v_stride_h, v_stride, out_stride_t, out_stride_h,
-    score_len, score_blocks,
+    score_len,
     scale_log2,  # softmax scale * log2(e) * key scale
     value_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCORED: tl.constexpr, ROWS: tl.constexpr, MIN_ROWS: tl.constexpr,
     NARROW_DEPTH: tl.constexpr,  # blocks on their way in tiles of 16 and 32 rows
     WIDE_DEPTH: tl.constexpr,  # and in larger ones, whose queries take shared memory too
+    COLUMNS: tl.constexpr,  # of two scored tokens: 2 * GROUP, padded
 ):  # fmt: skip
     """Grid: (most pieces * KV heads,). MIN_ROWS 64 computes every tile alike, whatever its size (deterministic mode)."""
     piece = tl.program_id(0) // KV_HEADS
@@ -385,7 +391,9 @@ def attend_kernel(
     high = tl.load(at + 7)
     tile_pieces = tl.load(at + 8)
     listed = tl.load(at + 9)
-    leaves = tl.load(at + 10)
+    scored0 = tl.load(at + 10)
+    scored1 = tl.load(at + 11)
+    score_line = tl.load(at + 12) * KV_HEADS + kv_head
     # After the loads, so that they need not wait for this one; past the end lies what an earlier step wrote.
     if piece >= tl.load(num_pieces):
         return
@@ -399,49 +407,49 @@ def attend_kernel(
     if listed != 0:
         if (rows <= 16) & (MIN_ROWS <= 16):
             _tile(
-                q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
-                k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
-                q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-                score_blocks, scale_log2, value_scale,
-                16, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, True, False, ROWS, NARROW_DEPTH,
+                q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
+                k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
+                head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+                scale_log2, value_scale,
+                16, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, True, False, ROWS, NARROW_DEPTH, COLUMNS,
             )  # fmt: skip
         else:
             _tile(
-                q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
-                k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
-                q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-                score_blocks, scale_log2, value_scale,
-                64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, True, False, ROWS, WIDE_DEPTH,
+                q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
+                k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
+                head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+                scale_log2, value_scale,
+                64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, True, False, ROWS, WIDE_DEPTH, COLUMNS,
             )  # fmt: skip
     elif (rows <= 16) & (MIN_ROWS <= 16):
         _tile(
-            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
-            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
-            q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-            score_blocks, scale_log2, value_scale,
-            16, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, NARROW_DEPTH,
+            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
+            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
+            head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+            scale_log2, value_scale,
+            16, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, NARROW_DEPTH, COLUMNS,
         )  # fmt: skip
     elif (rows <= 32) & (MIN_ROWS <= 32):
         _tile(
-            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
-            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
-            q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-            score_blocks, scale_log2, value_scale,
-            32, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, NARROW_DEPTH,
+            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
+            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
+            head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+            scale_log2, value_scale,
+            32, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, NARROW_DEPTH, COLUMNS,
         )  # fmt: skip
     elif (rows <= 64) | (ROWS == 64):
         _tile(
-            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
-            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
-            q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-            score_blocks, scale_log2, value_scale,
-            64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, WIDE_DEPTH,
+            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
+            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
+            head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+            scale_log2, value_scale,
+            64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, WIDE_DEPTH, COLUMNS,
         )  # fmt: skip
     else:
         _tile_72(
-            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, token_entry, score_p, score_max,
-            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, leaves, head0, part,
-            q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-            score_blocks, scale_log2, value_scale,
-            GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, SCORED, ROWS, WIDE_DEPTH,
+            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
+            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
+            head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
+            scale_log2, value_scale,
+            GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, SCORED, ROWS, WIDE_DEPTH, COLUMNS,
         )  # fmt: skip

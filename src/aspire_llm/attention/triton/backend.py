@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aspire_llm.attention.backend import AttentionBatch
 from aspire_llm.attention.triton.attend import attend_kernel
-from aspire_llm.attention.triton.combine import combine_kernel, scores_kernel
+from aspire_llm.attention.triton.combine import combine_kernel, probe_kernel, scores_kernel
 from aspire_llm.attention.triton.store import store_kernel
 from aspire_llm.attention.triton.work import PIECE_FIELDS, token_kernel, work_kernel
 from aspire_llm.cache.pool import KVPool
@@ -23,7 +23,7 @@ LOG2_E = 1.4426950408889634
 HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 TILE_ROWS = 64  # packed rows of every tile but the last kind
-SCORE_PROGRAMS = 32  # of one row's scores: most rows of a step have none, and their programs only start and end
+SCORE_WIDTH = 128  # positions of a program's turn at normalising scores
 WIDE_ROWS = 72  # packed rows of a row's only tile, at most
 
 
@@ -108,10 +108,12 @@ class TritonBackend:
 
     num_heads: query heads. scale: of the logits, 1/sqrt(D) for most models. windows: sliding window of each layer or None.
     refresh_layers: where sparse rows read everything and are scored. score_layers: where dense rows are scored.
-    max_tokens, max_rows: of a step. max_len: longest request, in tokens. max_scored_tokens: tokens with score weight in a
-    step, 2 a row if not given. key_scale, value_scale: of an fp8 (e4m3)
-    cache. deterministic: every tile computed by the same instructions and split at fixed positions, so that a token's result
-    has the same bits whatever shares its row or its step. `plan` writes buffers that `run` reads: one step at a time.
+    max_tokens, max_rows: of a step. max_len: longest request, in tokens. max_scored_tokens: most tokens of a row that have
+    score weight; of more than two, the row's keys are read again for them.
+    deterministic: every tile computed by the same instructions and split at fixed positions, so that a token's result
+    has the same bits whatever shares its row or its step. nominal_len: the length that these positions are chosen for, max_len
+    if not given; backends that must agree to the bit need the same one.
+    `plan` writes buffers that `run` reads: one step at a time.
     """
 
     def __init__(
@@ -126,10 +128,9 @@ class TritonBackend:
         max_len: int,
         refresh_layers: Sequence[int] = (),
         score_layers: Sequence[int] = (),
-        max_scored_tokens: int | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        max_scored_tokens: int = 2,
         deterministic: bool = False,
+        nominal_len: int | None = None,
         tuning: Tuning | None = None,
     ) -> None:
         keys = pool.k[0]
@@ -146,13 +147,14 @@ class TritonBackend:
         self.windows = tuple(0 if window is None else window for window in windows)
         self.max_tokens, self.max_rows, self.max_len = max_tokens, max_rows, max_len
         self.refresh_layers, self.score_layers = frozenset(refresh_layers), frozenset(score_layers)
-        self.key_scale, self.value_scale = key_scale, value_scale
         self.scale = scale
         self.tuning = tuning or Tuning.default(self.head_dim, device)
         self.deterministic = deterministic
         self.rows = TILE_ROWS if deterministic else WIDE_ROWS
         block_n = self.tuning.block_n
-        split = max(1024, -(-max_len // 16))
+        # A windowed tile starts where its own window does, so what lies in its window must never be split.
+        widest = max([0, *(min(window, max_len) + TILE_ROWS + block_n for window in self.windows if window)])
+        split = max(1024, -(-(nominal_len or max_len) // 16), widest)
         self.fixed_blocks = -(-split // block_n) if deterministic else 0
         self.programs = max(1, self.tuning.programs // self.kv_heads)  # for one KV head
 
@@ -166,7 +168,7 @@ class TritonBackend:
         self.refresh_table[sorted(self.refresh_layers)] = 1
         self.score_table = ints(layers)
         self.score_table[sorted(self.score_layers)] = 1
-        self.token_row, self.token_entry = ints(max_tokens), ints(max_tokens)
+        self.token_row = ints(max_tokens)
         self.token_place = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.row_entries = ints(max_rows, 2)
         self.pieces = ints(layers, max_pieces, int(PIECE_FIELDS.value))
@@ -182,13 +184,15 @@ class TritonBackend:
         scored = sorted(self.refresh_layers | self.score_layers)
         self.score_index = {layer: i for i, layer in enumerate(scored)}
         self.score_places: dict[tuple[int, ...], Tensor] = {}
-        self.max_entries = (2 * max_rows if max_scored_tokens is None else max_scored_tokens) if scored else 1
-        self.score_blocks = -(-max_len // block_n) if scored else 1
-        self.score_len = self.score_blocks * block_n
+        self.max_scored_tokens = max_scored_tokens
+        self.max_entries = min(max_tokens, max_scored_tokens * max_rows) if scored else 1
+        self.score_len = -(-max_len // block_n) * block_n if scored else 1
         self.entry_token = ints(self.max_entries)
-        entry_lines = (self.max_entries, num_heads)
-        self.score_p = torch.empty(*entry_lines, self.score_len, dtype=torch.float16, device=device)
-        self.score_max = torch.empty(*entry_lines, self.score_blocks, dtype=torch.float32, device=device)
+        self.score_rows, self.num_scored = ints(layers, max_rows, 8), ints(layers)
+        self.columns = triton.next_power_of_2(max(8, 2 * self.group))
+        lines = (max_rows if scored else 1, self.kv_heads)
+        self.score_x = torch.empty(*lines, self.score_len, self.columns, dtype=torch.float16, device=device)
+        self.score_ref = torch.empty(*lines, self.columns, dtype=torch.float32, device=device)
         self.layer_scores = torch.zeros(len(scored), max_rows, max_len, dtype=torch.float32, device=device)
 
     def bounds(self, num_tokens: int, num_rows: int) -> tuple[int, int]:
@@ -205,21 +209,23 @@ class TritonBackend:
             raise UserError(
                 f"a step of {num_tokens} tokens in {num_rows} rows: made for {self.max_tokens} in {self.max_rows}"
             )
-        if self.score_index and batch.num_scored_tokens > self.max_entries:
+        if self.score_index and batch.num_scored_tokens > self.max_scored_tokens * num_rows:
             raise UserError(
-                f"{batch.num_scored_tokens} scored tokens in a step, at most {self.max_entries}", "max_scored_tokens"
+                f"{batch.num_scored_tokens} scored tokens in {num_rows} rows, at most {self.max_scored_tokens} a row",
+                "max_scored_tokens",
             )
         block_r = triton.next_power_of_2(max(16, self.max_rows))
         token_kernel[(1,)](
             batch.row_offsets, batch.slots, batch.positions, batch.score_weights, batch.page_table,
-            self.token_row, self.token_place, self.token_entry, self.entry_token, self.row_entries,
+            self.token_row, self.token_place, self.entry_token, self.row_entries,
             num_rows, num_tokens, self.max_entries, batch.page_table.stride(0),
             PAGE=self.pool.page_size, BLOCK_T=max(16, 8192 // block_r), BLOCK_R=block_r, num_warps=8,
         )  # fmt: skip
         work_kernel[(len(self.windows),)](
-            batch.row_offsets, batch.slots, batch.starts, batch.sparse, self.row_entries,
+            batch.row_offsets, batch.slots, batch.starts, batch.sparse, self.row_entries, self.entry_token,
             batch.set_lengths, batch.tail_starts, self.window_table, self.refresh_table, self.score_table,
             self.pieces, self.num_pieces, self.tiles, self.row_tiles, self.reads, self.score_ends,
+            self.score_rows, self.num_scored,
             num_rows, self.max_rows, self.pieces.shape[1], self.tiles.shape[1], batch.set_lengths.stride(0), self.programs,
             GROUP=self.group, BLOCK_N=self.tuning.block_n, MAX_PACKED=self.rows, FIXED_BLOCKS=self.fixed_blocks,
             MIN_BLOCKS=self.tuning.min_blocks, BLOCK_R=block_r, num_warps=1 if block_r <= 64 else 4,
@@ -240,7 +246,7 @@ class TritonBackend:
             k, v, keys, values, self.token_place,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-            1.0 / self.key_scale, 1.0 / self.value_scale,
+            1.0 / self.pool.key_scales[layer], 1.0 / self.pool.value_scales[layer],
             KV_HEADS=self.kv_heads, H_PAD=triton.next_power_of_2(self.kv_heads),
             D=self.head_dim, D_PAD=triton.next_power_of_2(self.head_dim),
         )  # fmt: skip
@@ -254,7 +260,7 @@ class TritonBackend:
         self._attend(plan.batch, layer, q, out, scored)
         self._combine(plan.batch, layer, out)
         if scored:
-            self._score(plan.batch, layer)
+            self._score(plan.batch, layer, q)
 
     def _attend(self, batch: AttentionBatch, layer: int, q: Tensor, out: Tensor, scored: bool) -> None:
         keys, values = self.pool.k[layer], self.pool.v[layer]
@@ -262,15 +268,15 @@ class TritonBackend:
         attend_kernel[(max_pieces * self.kv_heads,)](
             q, keys, values, out, self.lse, self.part_acc, self.part_max, self.part_sum,
             self.pieces[layer], self.num_pieces[layer], batch.page_table, batch.sets[layer],
-            self.token_entry, self.score_p, self.score_max,
+            self.score_x, self.score_ref,
             self.num_heads, batch.page_table.stride(0), batch.sets.stride(1),
             q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-            out.stride(0), out.stride(1), self.score_len, self.score_blocks,
-            self.scale * LOG2_E * self.key_scale, self.value_scale,
+            out.stride(0), out.stride(1), self.score_len,
+            self.scale * LOG2_E * self.pool.key_scales[layer], self.pool.value_scales[layer],
             KV_HEADS=self.kv_heads, GROUP=self.group, D=self.head_dim, D_PAD=triton.next_power_of_2(self.head_dim),
             PAGE=self.pool.page_size, BLOCK_N=self.tuning.block_n, WINDOW=self.windows[layer], SCORED=scored, ROWS=self.rows,
             MIN_ROWS=TILE_ROWS if self.deterministic else 16,
-            NARROW_DEPTH=self.tuning.narrow_depth, WIDE_DEPTH=1 if scored else self.tuning.wide_depth,
+            NARROW_DEPTH=self.tuning.narrow_depth, WIDE_DEPTH=self.tuning.wide_depth, COLUMNS=self.columns,
             num_warps=self.tuning.warps,
         )  # fmt: skip
 
@@ -279,19 +285,28 @@ class TritonBackend:
         combine_kernel[(out.shape[0], self.kv_heads)](
             self.part_acc, self.part_max, self.part_sum, batch.row_offsets, self.token_row,
             self.tiles[layer], self.row_tiles[layer], out, self.lse,
-            batch.slots.shape[0], self.num_heads, out.stride(0), out.stride(1), self.value_scale,
+            batch.slots.shape[0], self.num_heads, out.stride(0), out.stride(1), self.pool.value_scales[layer],
             KV_HEADS=self.kv_heads, GROUP=self.group, G_PAD=group_pad, D=self.head_dim, D_PAD=dim_pad, ROWS=self.rows,
             AT_ONCE=min(8, max(1, 4096 // (group_pad * dim_pad))), num_warps=4,
         )  # fmt: skip
 
-    def _score(self, batch: AttentionBatch, layer: int) -> None:
-        block_n = self.tuning.block_n
-        blocks = max(1, 512 // block_n)
-        programs = min(SCORE_PROGRAMS, triton.cdiv(self.max_len, blocks * block_n))
-        scores_kernel[(programs, batch.slots.shape[0])](
-            self.score_p, self.score_max, self.lse, batch.score_weights, batch.positions,
-            self.entry_token, self.row_entries, self.score_ends[layer], self.layer_scores[self.score_index[layer]],
-            self.max_len, self.score_len, self.score_blocks, NUM_HEADS=self.num_heads,
-            BLOCK_N=block_n, BLOCKS=blocks, WINDOW=self.windows[layer],
-            HEADS_AT_ONCE=min(4, triton.next_power_of_2(self.num_heads)), num_warps=4,
+    def _score(self, batch: AttentionBatch, layer: int, q: Tensor) -> None:
+        scores = self.layer_scores[self.score_index[layer]]
+        block_r = triton.next_power_of_2(max(16, self.max_rows))
+        programs = min(self.tuning.programs, triton.cdiv(self.max_len, SCORE_WIDTH) * batch.slots.shape[0])
+        scores_kernel[(programs,)](
+            self.score_x, self.score_ref, self.lse, batch.score_weights, batch.positions,
+            self.score_rows[layer], self.num_scored[layer], scores, self.max_len, self.score_len,
+            KV_HEADS=self.kv_heads, GROUP=self.group, COLUMNS=self.columns, WIDTH=SCORE_WIDTH,
+            WINDOW=self.windows[layer], BLOCK_R=block_r, num_warps=4,
         )  # fmt: skip
+        if self.max_scored_tokens > 2:
+            keys = self.pool.k[layer]
+            probe_kernel[(programs,)](
+                q, keys, self.lse, batch.score_weights, batch.positions, batch.slots, batch.page_table, self.entry_token,
+                self.score_rows[layer], self.num_scored[layer], scores, self.max_len, batch.page_table.stride(0),
+                q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), self.scale * LOG2_E * self.pool.key_scales[layer],
+                KV_HEADS=self.kv_heads, GROUP=self.group, D=self.head_dim, D_PAD=triton.next_power_of_2(self.head_dim),
+                PAGE=self.pool.page_size, COLUMNS=max(16, triton.next_power_of_2(self.group)), WIDTH=64,
+                WINDOW=self.windows[layer], BLOCK_R=block_r, num_warps=4,
+            )  # fmt: skip

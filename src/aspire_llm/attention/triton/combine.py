@@ -78,63 +78,152 @@ def combine_kernel(
     tl.store(lse + token * num_heads + head, m + tl.log2(safe), mask=g < GROUP)
 
 
-@triton.jit(do_not_specialize=["score_ends", "score_blocks"])
+@triton.jit
+def _scored_block(flat, score_rows, num_scored, BLOCK_R: tl.constexpr, WIDTH: tl.constexpr):
+    """Of all blocks of all scored rows, end to end, number `flat`: its row's line in score_rows, and its first position."""
+    r = tl.arange(0, BLOCK_R)
+    live = r < num_scored
+    end = tl.load(score_rows + r * 8 + 3, mask=live, other=0)
+    written = tl.load(score_rows + r * 8 + 4, mask=live, other=0)
+    blocks = (tl.maximum(end, written) + WIDTH - 1) // WIDTH
+    until = tl.cumsum(blocks, 0)
+    rank = tl.sum((until <= flat).to(tl.int32), 0)
+    before = tl.sum(tl.where(r < rank, blocks, 0), 0)
+    return rank, (flat - before) * WIDTH, tl.sum(blocks, 0)
+
+
+@triton.jit(do_not_specialize=["score_rows", "num_scored", "scores"])
 def scores_kernel(
-    score_p,  # float16 [E, query heads, score_len]
-    score_max,  # float32 [E, query heads, score_blocks]
+    score_x,  # float16 [max rows, KV heads, score_len, COLUMNS]: logits of the scored tokens, less score_ref
+    score_ref,  # float32 [max rows, KV heads, COLUMNS]
     lse,  # float32 [T, query heads]
     weights,  # float32 [T]
     positions,  # int64 [T]
-    entry_token,  # int32 [E]
-    row_entries,  # int32 [R, 2]
-    score_ends,  # int32 [max rows, 2] of this layer
+    score_rows,  # int32 [max rows, 8] of this layer
+    num_scored,  # int32 [1] of this layer
     scores,  # out float32 [max rows, max_len] of this layer
     max_len,
     score_len,
-    score_blocks,
-    NUM_HEADS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
-    """Grid (programs, R), each program a share of the positions: sum over the row's scored tokens of weight * mean over heads of
-    the probability."""
-    row = tl.program_id(1)
-    end = tl.load(score_ends + row * 2)
-    last = tl.maximum(end, tl.load(score_ends + row * 2 + 1))  # what was written the last time is cleared
-    width = BLOCKS * BLOCK_N
-    for low in range(tl.program_id(0) * width, last, tl.num_programs(0) * width):
-        block = low // BLOCK_N + tl.arange(0, BLOCKS)
-        n = block[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        # Heads are summed once, at the end: they lie across lanes.
-        total = tl.zeros([HEADS_AT_ONCE, BLOCKS, BLOCK_N], tl.float32)
-        if low < end:
-            for entry in range(tl.load(row_entries + row * 2), tl.load(row_entries + row * 2 + 1)):
-                token = tl.load(entry_token + entry)
-                position = tl.load(positions + token).to(tl.int32)
-                weight = tl.load(weights + token) / NUM_HEADS
-                seen = n <= position
+    """Grid (programs,): sum over a row's (at most two) scored tokens of weight * mean over heads of the probability."""
+    count = tl.load(num_scored)
+    c = tl.arange(0, COLUMNS)
+    flat = tl.program_id(0)
+    rank, low, total = _scored_block(flat, score_rows, count, BLOCK_R, WIDTH)
+    while flat < total:
+        line = score_rows + rank * 8
+        row = tl.load(line).to(tl.int64)
+        token0 = tl.load(line + 1)
+        token1 = tl.load(line + 2)
+        n = low + tl.arange(0, WIDTH)
+        if tl.load(line + 6) - tl.load(line + 5) <= 2:
+            token = tl.where(c < GROUP, token0, tl.where(c < 2 * GROUP, token1, -1)).to(tl.int64)
+            real = token >= 0
+            position = tl.load(positions + token, mask=real, other=-1).to(tl.int32)
+            weight = tl.load(weights + token, mask=real, other=0.0) / (KV_HEADS * GROUP)
+            seen = n[:, None] <= position[None, :]
+            if WINDOW > 0:
+                seen = seen & (n[:, None] > position[None, :] - WINDOW)
+            # Columns are summed once, at the end: they lie across lanes.
+            sums = tl.zeros([WIDTH, COLUMNS], tl.float32)
+            for kv_head in tl.static_range(KV_HEADS):
+                place = (rank * KV_HEADS + kv_head).to(tl.int64)
+                shift = tl.load(score_ref + place * COLUMNS + c, mask=real, other=0.0) - tl.load(
+                    lse + token * (KV_HEADS * GROUP) + kv_head * GROUP + c % GROUP, mask=real, other=0.0
+                )
+                x = tl.load(score_x + (place * score_len + n[:, None]) * COLUMNS + c[None, :], mask=seen, other=0.0)
+                sums += tl.exp2(x.to(tl.float32) + shift[None, :])
+            sums = tl.where(seen, sums * weight[None, :], 0.0)
+            tl.store(scores + row * max_len + n, tl.sum(sums, 1), mask=n < max_len)
+        else:  # done by `probe_kernel`, up to the row's end
+            tl.store(scores + row * max_len + n, 0.0, mask=(n >= tl.load(line + 3)) & (n < max_len))
+        flat += tl.num_programs(0)
+        if flat < total:
+            rank, low, total = _scored_block(flat, score_rows, count, BLOCK_R, WIDTH)
+
+
+@triton.jit(do_not_specialize=["score_rows", "num_scored", "scores"])
+def probe_kernel(
+    q,  # [T, query heads, D]
+    k_cache,  # [KV heads, places, D]
+    lse,  # float32 [T, query heads]
+    weights,  # float32 [T]
+    positions,  # int64 [T]
+    slots,  # int32 [R]
+    page_table,  # int32 [S, max pages]
+    entry_token,  # int32 [E]
+    score_rows,  # int32 [max rows, 8] of this layer
+    num_scored,  # int32 [1] of this layer
+    scores,  # out float32 [max rows, max_len] of this layer
+    max_len,
+    table_stride,
+    q_stride_t,
+    q_stride_h,
+    k_stride_h,
+    k_stride,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Grid (programs,): scores of rows with more than two scored tokens, which is what the end of a prompt has for some
+    selectors. Reads those rows' keys again, once in a request's life."""
+    count = tl.load(num_scored)
+    c = tl.arange(0, COLUMNS)
+    d = tl.arange(0, D_PAD)
+    TOKENS: tl.constexpr = COLUMNS // GROUP
+    flat = tl.program_id(0)
+    rank, low, total = _scored_block(flat, score_rows, count, BLOCK_R, WIDTH)
+    while flat < total:
+        line = score_rows + rank * 8
+        row = tl.load(line).to(tl.int64)
+        end = tl.load(line + 3)
+        entry0 = tl.load(line + 5)
+        entry1 = tl.load(line + 6)
+        if (entry1 - entry0 > 2) & (low < end):
+            n = low + tl.arange(0, WIDTH)
+            inside = n < end
+            slot = tl.load(slots + row).to(tl.int64)
+            page = tl.load(page_table + slot * table_stride + n // PAGE, mask=inside, other=0).to(tl.int64)
+            places = page * PAGE + n % PAGE
+            sums = tl.zeros([WIDTH, COLUMNS], tl.float32)
+            for first in range(entry0, entry1, TOKENS):
+                entry = first + c // GROUP
+                real = (entry < entry1) & (c < TOKENS * GROUP)
+                token = tl.load(entry_token + entry, mask=real, other=0).to(tl.int64)
+                position = tl.load(positions + token, mask=real, other=-1).to(tl.int32)
+                weight = tl.load(weights + token, mask=real, other=0.0) / (KV_HEADS * GROUP)
+                seen = inside[:, None] & (n[:, None] <= position[None, :])
                 if WINDOW > 0:
-                    seen = seen & (n > position - WINDOW)
-                some = tl.max(seen.to(tl.int32), 1) > 0
-                for first in tl.static_range(0, NUM_HEADS, HEADS_AT_ONCE):
-                    head = first + tl.arange(0, HEADS_AT_ONCE)
-                    real = head < NUM_HEADS
-                    line = (entry * NUM_HEADS + head).to(tl.int64)
-                    maxima = tl.load(
-                        score_max + line[:, None] * score_blocks + block[None, :],
-                        mask=real[:, None] & some[None, :],
-                        other=float("-inf"),
-                    )
-                    sums = tl.load(lse + token * NUM_HEADS + head, mask=real, other=0.0)
-                    # Masked by whole blocks, so that loads stay 16 bytes wide.
-                    p = tl.load(
-                        score_p + line[:, None, None] * score_len + n[None, :, :],
-                        mask=real[:, None, None] & some[None, :, None],
+                    seen = seen & (n[:, None] > position[None, :] - WINDOW)
+                for kv_head in range(KV_HEADS):
+                    head = kv_head * GROUP + c % GROUP
+                    qc = tl.load(
+                        q + token[:, None] * q_stride_t + head[:, None] * q_stride_h + d[None, :],
+                        mask=real[:, None] & (d[None, :] < D),
                         other=0.0,
                     )
-                    p = tl.where(seen[None, :, :], p.to(tl.float32), 0.0)
-                    factor = tl.exp2(maxima - sums[:, None]) * weight
-                    total += p * factor[:, :, None]
-        tl.store(scores + row.to(tl.int64) * max_len + n, tl.sum(total, 0), mask=n < max_len)
+                    k = tl.load(
+                        k_cache + tl.cast(kv_head, tl.int64) * k_stride_h + places[:, None] * k_stride + d[None, :],
+                        mask=inside[:, None] & (d[None, :] < D),
+                        other=0.0,
+                    )
+                    x = tl.dot(k.to(qc.dtype), tl.trans(qc), input_precision="ieee") * scale_log2
+                    norm = tl.load(lse + token * (KV_HEADS * GROUP) + head, mask=real, other=0.0)
+                    sums += tl.where(seen, tl.exp2(x - norm[None, :]) * weight[None, :], 0.0)
+            tl.store(scores + row * max_len + n, tl.sum(sums, 1), mask=inside)
+        flat += tl.num_programs(0)
+        if flat < total:
+            rank, low, total = _scored_block(flat, score_rows, count, BLOCK_R, WIDTH)

@@ -26,7 +26,6 @@ def token_kernel(
     page_table,  # int32 [S, max pages]
     token_row,  # out int32 [T]: the token's row, R for padding
     token_place,  # out int64 [T]: where in the cache its K/V lie, -1 for padding
-    token_entry,  # out int32 [T]: which scored token it is, -1 for none
     entry_token,  # out int32 [E]
     row_entries,  # out int32 [R, 2]: where each row's scored tokens begin and end
     num_rows,
@@ -55,7 +54,6 @@ def token_kernel(
         scored = live & (tl.load(weights + t, mask=live, other=0.0) != 0.0)
         entry = seen + tl.cumsum(scored.to(tl.int32), 0) - scored.to(tl.int32)
         scored = scored & (entry < max_entries)
-        tl.store(token_entry + t, tl.where(scored, entry, -1), mask=inside)
         tl.store(entry_token + entry, t, mask=scored)
         begins = tl.load(row_offsets + row, mask=live, other=-1) == t
         tl.store(row_entries + row * 2, tl.minimum(entry, max_entries), mask=live & begins)
@@ -105,6 +103,7 @@ def work_kernel(
     starts,  # int32 [R]
     sparse,  # bool [R]
     row_entries,  # int32 [R, 2]
+    entry_token,  # int32 [E]
     set_lengths,  # int32 [L, S]
     tail_starts,  # int32 [S]
     windows,  # int32 [L]: 0 for none
@@ -115,7 +114,9 @@ def work_kernel(
     tiles,  # out int32 [L, max tiles, 2]: first piece, number of pieces
     row_tiles,  # out int32 [L, max rows, 2]: first tile, tokens a tile
     reads,  # out int32 [L, max rows]: KV tokens the row reads
-    score_ends,  # int32 [L, max rows, 2]: positions scored now, and the last time (so that only those are cleared)
+    score_ends,  # int32 [L, max rows, 2]: positions scored now (0: none), and by the time before
+    score_rows,  # out int32 [L, max rows, 8]: the rows scored now, see the stores
+    num_scored,  # out int32 [L]
     num_rows,
     max_rows,
     max_pieces,
@@ -156,12 +157,31 @@ def work_kernel(
 
     low = tl.where(is_sparse, base0, tl.where(window > 0, tl.maximum(start - window + 1, 0), 0))
     tl.store(reads + layer * max_rows + r, tl.where(n > 0, start + n - low, 0), mask=live)
-    entries = tl.load(row_entries + r * 2 + 1, mask=live, other=0) - tl.load(row_entries + r * 2, mask=live, other=0)
-    leaves = (entries > 0) & (n > 0) & (tl.where(marked != 0, refreshes, scores_dense) != 0)
+    entry0 = tl.load(row_entries + r * 2, mask=live, other=0)
+    entry1 = tl.load(row_entries + r * 2 + 1, mask=live, other=0)
+    leaves = (entry1 > entry0) & (n > 0) & (tl.where(marked != 0, refreshes, scores_dense) != 0)
+    rank = tl.cumsum(leaves.to(tl.int32), 0) - leaves.to(tl.int32)
+    first_scored = tl.load(entry_token + entry0, mask=leaves, other=-1)
+    last_scored = tl.load(entry_token + entry1 - 1, mask=leaves & (entry1 - entry0 > 1), other=-1)
     ends = score_ends + (layer * max_rows + r) * 2
     every = r < max_rows
-    tl.store(ends + 1, tl.load(ends, mask=every, other=0), mask=every)
+    written = tl.load(ends, mask=every, other=0)  # as far as this row's scores reached when it was scored last
+    written = tl.where(written > 0, written, tl.load(ends + 1, mask=every, other=0))
+    tl.store(ends + 1, written, mask=every)
     tl.store(ends, tl.where(leaves, start + n, 0), mask=every)
+    scored = score_rows + (layer * max_rows + rank) * 8
+    tl.store(scored, r, mask=leaves)
+    tl.store(scored + 1, first_scored, mask=leaves)
+    tl.store(scored + 2, last_scored, mask=leaves)  # -1: there is one alone
+    tl.store(scored + 3, start + n, mask=leaves)
+    tl.store(scored + 4, written, mask=leaves)  # past the end to be cleared
+    tl.store(scored + 5, entry0, mask=leaves)
+    tl.store(scored + 6, entry1, mask=leaves)
+    tl.store(num_scored + layer, tl.sum(leaves.to(tl.int32), 0))
+    # More than two scored tokens (the end of a prompt) are scored by a pass of their own.
+    in_pass = leaves & (entry1 - entry0 <= 2)
+    first_scored = tl.where(in_pass, first_scored, -1)
+    last_scored = tl.where(in_pass, last_scored, -1)
 
     most_tiles = tl.max(num_tiles, 0)
     cost = tl.where(is_sparse, LISTED_COST, DENSE_COST)  # of a block
@@ -190,6 +210,8 @@ def work_kernel(
         )
         blocks = (end + BLOCK_N - 1) // BLOCK_N
         k, size = _pieces(blocks, count * GROUP, cost, chunk, mixed, FIXED_BLOCKS)
+        first_here = (first_scored >= offset + first) & (first_scored < offset + first + count)
+        last_here = (last_scored >= offset + first) & (last_scored < offset + first + count)
         tile = tiles + (layer * max_tiles + tile0 + j) * 2
         tl.store(tile, piece, mask=count > 0)
         tl.store(tile + 1, k, mask=count > 0)
@@ -206,5 +228,8 @@ def work_kernel(
             tl.store(at + 7, tl.minimum((p + 1) * size * BLOCK_N, end), mask=mine)  # past the last index
             tl.store(at + 8, k, mask=mine)  # pieces of the tile
             tl.store(at + 9, is_sparse.to(tl.int32), mask=mine)
-            tl.store(at + 10, leaves.to(tl.int32), mask=mine)
+            # which of the tile's tokens are the row's first and last scored one, -1 for none; and the row's scores
+            tl.store(at + 10, tl.where(first_here, first_scored - offset - first, -1), mask=mine)
+            tl.store(at + 11, tl.where(last_here, last_scored - offset - first, -1), mask=mine)
+            tl.store(at + 12, rank, mask=mine)
         piece += k

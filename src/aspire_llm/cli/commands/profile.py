@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aspire_llm.cli.commands.bench.offline import whole_number
+from aspire_llm.cli.numbers import whole_number
 from aspire_llm.cli.options import comma_list
 from aspire_llm.cli.output_file import OutputFile
 from aspire_llm.cli.progress import ProgressBars
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cost",
         metavar="FILE",
-        help='JSON with "fixed", "per_token", "per_kv" in seconds (default: this machine is timed)',
+        help='JSON with "fixed", "per_token", "per_kv", "per_check" in seconds (default: this machine is timed)',
     )
     add_workload_options(parser)
 

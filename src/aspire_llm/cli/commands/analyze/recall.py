@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from aspire_llm.cli.commands.bench.offline import whole_number
+from aspire_llm.cli.numbers import whole_number
 from aspire_llm.cli.output_file import OutputFile
 from aspire_llm.cli.progress import ProgressBars
 from aspire_llm.cli.workload import add_workload_options, load_workload

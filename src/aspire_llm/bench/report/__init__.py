@@ -1,0 +1,1 @@
+"""One page, or Markdown, from the JSON files that the benchmarks write."""
