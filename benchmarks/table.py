@@ -112,7 +112,7 @@ def engines(shape: str, cells: Sequence[tuple[int, int]], part: Report) -> dict[
     cost = made["aspire"].engine.cost if "aspire" in made else None
     if cost is not None:
         part.data.setdefault("calibrated_cost", {})[shape] = {
-            name: getattr(cost, name) for name in ("fixed", "per_token", "per_kv", "free_tokens")
+            name: getattr(cost, name) for name in ("fixed", "per_token", "per_kv", "free_tokens", "per_check")
         }
     say(f"{shape}: start-up " + ", ".join(f"{k} {v:.1f} s" for k, v in started.items()))
     return {method: made[method] for method in COMPARED if method in made}

@@ -20,9 +20,11 @@ from aspire_llm.scheduler.scheduler import Limits
 NOMINAL = {"cpu": (2e10, 1e11), "cuda": (2e12, 4e14)}
 
 BATCHES = {"cpu": (1, 4), "cuda": (1, 8, 16)}  # requests in a calibration step
+MOST_TOKENS = 512  # of a calibration step: wider ones are rare, and run in another way
 LENGTHS = {"cpu": (256, 4096), "cuda": (1024, 16384)}  # KV tokens of each
 DRAFTS = (1, 3, 7)  # drafts before each verification
 LAST_CHUNK = 64  # prompt tokens that are computed, and scored as the context asks
+PLAIN_STEPS = 3  # verifications of no drafts, which tell reading KV apart from checking drafts; after one to warm up
 KEY = -1  # of the pages that calibration borrows
 
 
@@ -51,10 +53,13 @@ def calibrate(
     longest = min(limits.max_model_len, pages.num_free * pages.page_size // 2)
     lengths = [min(length, longest) for length in LENGTHS[runner.device.type]]
     drafts = [n for n in DRAFTS if n <= limits.max_draft_tokens]
-    room = 1 + sum(n + 1 for n in drafts)  # tokens that the verifications commit, plus one
+    room = 2 + PLAIN_STEPS + sum(n + 1 for n in drafts)  # tokens that the verifications commit, plus one
     if not drafts or lengths[0] == lengths[1] or lengths[0] <= room:
         return None
-    for batch in sorted({min(b, limits.max_num_seqs) for b in BATCHES[runner.device.type]}):
+    batches = {min(b, limits.max_num_seqs) for b in BATCHES[runner.device.type]}
+    if runner.device.type == "cuda":  # there, what a token costs in a small step says little about large ones
+        batches.add(min(limits.max_num_seqs, MOST_TOKENS // 2))
+    for batch in sorted(batches):
         for length in lengths:
             pages_of_slot = -(-length // pages.page_size)
             if batch * pages_of_slot > pages.num_free:
@@ -63,7 +68,8 @@ def calibrate(
             reserved = pages.reserve(KEY, batch * pages_of_slot * pages.page_size)
             assert reserved is not None
             try:
-                measured = list(_cycle(runner, pool, reserved[1], batch, length, room, drafts))
+                fitting = [n for n in drafts if batch * (n + 1) <= MOST_TOKENS]
+                measured = list(_cycle(runner, pool, reserved[1], batch, length, room, fitting))
             finally:
                 pages.release(KEY)
                 for slot in range(batch):
@@ -75,7 +81,7 @@ def calibrate(
 def _cycle(
     runner: Runner, pool: KVPool, borrowed: Sequence[int], batch: int, length: int, room: int, drafts: Sequence[int]
 ) -> Iterator[StepLoad]:
-    """Steps of one batch size and length: verify, then each number of drafts and their verification."""
+    """Steps of one batch size and length: plain ones, then each number of drafts and their verification."""
     places = torch.tensor(borrowed, device=runner.device)[:, None] * pool.page_size + torch.arange(
         pool.page_size, device=runner.device
     )
@@ -95,7 +101,8 @@ def _cycle(
     # The end of a prompt gives the requests their context; its own time says nothing about decoding.
     ends = tuple(Row(s, 0, RowKind.PREFILL, chunk, len(prompt) - chunk, len(prompt)) for s in range(batch))
     runner.run(StepPlan(0, ends, admissions, writes))
-    yield step(RowKind.VERIFY, 1)
+    for _ in range(1 + PLAIN_STEPS):
+        yield step(RowKind.VERIFY, 1)
     for n in drafts:
         for _ in range(n):
             yield step(RowKind.DRAFT, 1)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import mul
 
 # Upper edges of the bins: even in the middle, finer near 1, where most drafts lie and the rejection rate still falls.
 BIN_EDGES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.999)
@@ -136,7 +138,7 @@ class WrongTurnEvidence:
         self._requests.pop(key, None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DraftOdds:
     """What is believed of a request's drafts in a cycle, by bin; where by the bin before, START is the last."""
 
@@ -144,6 +146,25 @@ class DraftOdds:
     evidence: list[float]  # [NUM_BINS]: likelihood ratio of an earlier wrong turn
     accept_next: list[float]  # [NUM_BINS + 1]: the next draft, not made yet, is right if all before it are
     next_bins: list[list[float]]  # [NUM_BINS + 1][NUM_BINS]: distribution of the next draft's bin
+
+    @cached_property
+    def both_right(self) -> list[float]:
+        """[NUM_BINS], by the bin of the draft to come: it and the one after it are right."""
+        # `accept_next` has START too, which cannot come
+        return [(1.0 - wrong) * after for wrong, after in zip(self.reject, self.accept_next, strict=False)]
+
+    @cached_property
+    def _ahead(self) -> dict[int, tuple[float, float]]:
+        return {}
+
+    def ahead(self, last: int) -> tuple[float, float]:
+        """Chances that the draft to come after one of bin `last` is right, and that the one after it is too."""
+        known = self._ahead.get(last)
+        if known is None:
+            chances = self.next_bins[last]
+            one = sum(chance * (1.0 - wrong) for chance, wrong in zip(chances, self.reject, strict=True))
+            known = self._ahead[last] = one, sum(map(mul, chances, self.both_right))
+        return known
 
     def survival(self, before: float, bin: int) -> float:
         """P(all drafts right) once a draft of `bin` has joined, from that of the drafts before it (Bayes)."""

@@ -15,8 +15,6 @@ Both are kept in units of a plain token's cost, so that they hold on when contex
 
 from __future__ import annotations
 
-from operator import mul
-
 from aspire_llm.policy.base import CycleOutcome, RequestView
 from aspire_llm.policy.calibration import START, Calibration, DraftOdds, bin_of
 from aspire_llm.policy.cost import CostModel, ReadModel
@@ -96,20 +94,17 @@ class Confidence(PerRequestPolicy):
             gain = survival * odds.accept_next[last] - hurdle
             if gain > 0.0 or survival <= hurdle:
                 return gain
-        chances, reject, accept_next = odds.next_bins[last], odds.reject, odds.accept_next
-        accept = [1.0 - r for r in reject]
-        # By bin of the draft to come: it and the one after it are right. `accept_next` has START too, which cannot come.
-        after = [first * second for first, second in zip(accept, accept_next, strict=False)]
         if unseen:
-            one: float = sum(map(mul, chances, accept))
-            two: float = sum(map(mul, chances, after))
+            one, two = odds.ahead(last)
             survival *= (two / one) ** (unseen - 1)
             gain = survival * two - hurdle
             if gain > 0.0 or survival <= hurdle:
                 return gain
             survival *= two / one
         return gain + sum(
-            c * (survival * x - hurdle) for c, x in zip(chances, after, strict=True) if survival * x > hurdle
+            chance * (survival * both - hurdle)
+            for chance, both in zip(odds.next_bins[last], odds.both_right, strict=True)
+            if survival * both > hurdle
         )
 
     @property
