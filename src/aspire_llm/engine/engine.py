@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aspire_llm.engine.launched import Launched
 from aspire_llm.engine.runner import Runner
@@ -37,6 +38,7 @@ class Engine:
         self.cost = cost  # the policy's cost model, to be read; None where it has none
         self._late = late
         self._in_flight: list[tuple[StepPlan, Launched | Exception]] = []
+        self._last_result: float | None = None  # when it came; None: the engine has been idle since
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it can never run; nothing is queued then."""
@@ -67,7 +69,17 @@ class Engine:
         result = launched if isinstance(launched, Exception) else self._fetch(launched)
         if isinstance(result, Exception):
             return Step(self.scheduler.fail(done, f"{type(result).__name__}: {result}"), done)
-        return Step(self.scheduler.apply(done, result), done, result)
+        result = self._timed(result)
+        progress = self.scheduler.apply(done, result)
+        if not self.scheduler.has_work:
+            self._last_result = None
+        return Step(progress, done, result)
+
+    def _timed(self, result: StepResult) -> StepResult:
+        """With the time since the last result: what a step costs where the host is slower than the device."""
+        now, last = time.perf_counter(), self._last_result
+        self._last_result = now
+        return result if last is None else replace(result, interval=now - last)
 
     # out of memory, say: the step's requests end, the engine goes on
 
