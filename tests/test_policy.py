@@ -14,6 +14,7 @@ from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, St
 from aspire_llm.policy.calibration import Calibration, bin_of
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
+from aspire_llm.policy.rows import RowCosts
 
 NO_LOAD = StepLoad(0, 0.0)
 READS = ReadModel(452, 24, 1)
@@ -431,3 +432,33 @@ def test_unknown_names_and_settings_without_use_are_refused() -> None:
         make_policy("ema", long_context(), READS, max_verify_tokens=0)
     with pytest.raises(UserError, match="needs truth"):
         make_policy("hindsight", long_context(), READS)
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_no_drafts_where_the_host_is_slower_than_a_step_of_them(name: str) -> None:
+    """A plain step of 256 rows takes the device 11 ms, one of drafts 3 and the host 11: only a fast host makes drafts pay."""
+
+    def mean_drafts(host_seconds: float) -> float:
+        cost = CostModel(0.001, 2e-6, 9.5e-3 / (256 * LENGTH))
+        policy = make_policy(name, cost, READS)
+        driver = Driver(policy, range(256), lambda key: (6, [0.99] * 24))
+        for _ in range(60):
+            actions = driver.step()
+            drafting = Action.DRAFT in actions
+            policy.observe_step(StepLoad(0, 0.0, 0.0, host_seconds=host_seconds if drafting else 0.7 * host_seconds))
+        late = [drafted for cycles in driver.cycles.values() for drafted, _ in cycles[-3:]]
+        return mean(late)
+
+    assert mean_drafts(0.002) >= 2.0
+    assert mean_drafts(0.014) < 0.3
+
+
+def test_a_host_that_keeps_up_changes_nothing() -> None:
+    cost = long_context()
+    alone = RowCosts.of_step(cost, READS, 16, NO_LOAD)
+    beside = RowCosts.of_step(cost, READS, 16, NO_LOAD, host_seconds=0.5, length=LENGTH)
+    assert (beside.draft(LENGTH, 2), beside.verify(LENGTH), beside.check(LENGTH)) == (
+        alone.draft(LENGTH, 2),
+        alone.verify(LENGTH),
+        alone.check(LENGTH),
+    )

@@ -91,7 +91,7 @@ class Recording:
         self._add_rows(step.plan, step.result)
         times = self.times
         times.step.append(self._num_steps)
-        times.measured.append(step.result.cost)
+        times.measured.append(step.result.seconds)
         times.predicted.append(self._cost.last_prediction if self._cost is not None else None)
         times.wall.append(wall)
         times.tokens.append(step.plan.num_tokens)

@@ -66,20 +66,26 @@ class Engine:
         if not self._in_flight or (self._late and plan is not None and len(self._in_flight) < 2):
             return Step([])
         done, launched = self._in_flight.pop(0)
+        began = time.perf_counter()
         result = launched if isinstance(launched, Exception) else self._fetch(launched)
         if isinstance(result, Exception):
             return Step(self.scheduler.fail(done, f"{type(result).__name__}: {result}"), done)
-        result = self._timed(result)
+        result = self._timed(result, began)
         progress = self.scheduler.apply(done, result)
         if not self.scheduler.has_work:
             self._last_result = None
         return Step(progress, done, result)
 
-    def _timed(self, result: StepResult) -> StepResult:
-        """With the time since the last result: what a step costs where the host is slower than the device."""
+    def _timed(self, result: StepResult, asked: float) -> StepResult:
+        """With the host's time in it: what passed since the last result, until this one was asked for. A late engine's device
+        was busy meanwhile; another's was not, so there it is part of the step."""
         now, last = time.perf_counter(), self._last_result
         self._last_result = now
-        return result if last is None else replace(result, interval=now - last)
+        if last is None or result.seconds <= 0.0:
+            return result
+        if self._late:
+            return replace(result, host_seconds=asked - last)
+        return replace(result, seconds=max(result.seconds, now - last))
 
     # out of memory, say: the step's requests end, the engine goes on
 

@@ -165,12 +165,12 @@ class EngineMetrics:
                 for kind, tokens in step.result.kv_tokens_read.items():
                     self._kv_tokens[kind] += tokens / step.result.num_layers
                 self._count_refresh(step.plan, step.result.num_layers)
-                if step.result.cost > 0.0:
-                    self._step_time.add(step.result.cost)
+                if step.result.seconds > 0.0:
+                    self._step_time.add(step.result.seconds)
                     if self._cost is not None:
-                        self._measured += step.result.cost
+                        self._measured += step.result.seconds
                         self._predicted += self._cost.last_prediction
-                        self._residual.add(self._cost.last_prediction / step.result.cost)
+                        self._residual.add(self._cost.last_prediction / step.result.seconds)
             for progress in step.progress:
                 self._count(progress)
             if isinstance(self._scheduler.policy, Priced):

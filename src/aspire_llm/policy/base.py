@@ -47,6 +47,7 @@ class StepLoad:
     kv_tokens: float  # KV tokens read, mean over layers, all rows
     seconds: float = 0.0
     checked_kv: float = 0.0  # of the KV tokens, those read by verifications of drafts
+    host_seconds: float = 0.0  # of the host's work for a step, where that goes on while the device runs another
 
 
 class Policy(Protocol):

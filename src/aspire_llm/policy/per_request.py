@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from aspire_llm.policy.base import Action, CycleOutcome, RequestView, StepLoad
 from aspire_llm.policy.cost import CostModel, ReadModel
-from aspire_llm.policy.rows import RowCosts, VerifyBound
+from aspire_llm.policy.rows import HostPace, RowCosts, VerifyBound
 
 PROBE_SHARE = 0.01  # of plain decoding's time may go into finding out whether drafts would pay again
 
@@ -19,11 +19,19 @@ class PerRequestPolicy(ABC):
         self._cost = cost
         self._reads = reads
         self._bound = VerifyBound(max_verify_tokens)
+        self._pace = HostPace()
         self._credit: dict[int, float] = {}  # seconds saved up for the next probe
         self._probes: dict[int, float] = {}  # seconds spent on the probe under way
 
     def decide(self, requests: Sequence[RequestView], prefill: StepLoad) -> list[Action]:
-        costs = RowCosts.of_step(self._cost, self._reads, len(requests), prefill)
+        costs = RowCosts.of_step(
+            self._cost,
+            self._reads,
+            len(requests),
+            prefill,
+            self._pace.seconds,
+            sum(view.length for view in requests) / max(1, len(requests)),
+        )
         actions = [
             Action.DRAFT if view.pending < view.max_draft and self._wants_draft(view, costs) else Action.VERIFY
             for view in requests
@@ -58,6 +66,7 @@ class PerRequestPolicy(ABC):
 
     def observe_step(self, load: StepLoad) -> None:
         self._cost.observe(load)
+        self._pace.observe(load)
 
     def forget(self, key: int) -> None:
         self._credit.pop(key, None)

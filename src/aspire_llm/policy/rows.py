@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aspire_llm.errors import UserError
 from aspire_llm.policy.base import Action, RequestView, StepLoad
 from aspire_llm.policy.cost import CostModel, ReadModel
+
+RISE_KEEP, FALL_KEEP = 0.9, 0.998  # of the host's past, each step
+TYPICAL_DRAFTS = 4  # of a cycle, where a step of drafting requests is guessed at
+
+
+class HostPace:
+    """Smoothed seconds of the host's work for a step, where a device runs another one meanwhile; 0 where they take turns.
+
+    It rises within ten steps and falls within hundreds: plain steps give the host less to do, and must not make drafts look
+    cheap again at once.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def observe(self, load: StepLoad) -> None:
+        if load.host_seconds > 0.0:
+            keep = RISE_KEEP if load.host_seconds > self.seconds else FALL_KEEP
+            self.seconds = keep * self.seconds + (1.0 - keep) * load.host_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +43,34 @@ class RowCosts:
     per_kv: float
     reads: ReadModel
     per_check: float = 0.0
+    stall: float = 0.0  # the device's wait for the host, beside a draft or a verification of drafts
 
     @classmethod
-    def of_step(cls, cost: CostModel, reads: ReadModel, num_requests: int, prefill: StepLoad) -> RowCosts:
+    def of_step(
+        cls,
+        cost: CostModel,
+        reads: ReadModel,
+        num_requests: int,
+        prefill: StepLoad,
+        host_seconds: float = 0.0,
+        length: float = 0.0,
+    ) -> RowCosts:
+        """host_seconds: the host's time for a step (`HostPace`); length: mean tokens of the requests."""
         tokens = prefill.tokens + 2.0 * num_requests
         charged = max(0.0, 1.0 - cost.free_tokens / tokens) if tokens else 1.0
         share = cost.fixed / max(1, num_requests + (prefill.tokens > 0))
-        return cls(share, cost.per_token * charged, cost.per_kv, reads, cost.per_check)
+        costs = cls(share, cost.per_token * charged, cost.per_kv, reads, cost.per_check)
+        if host_seconds <= 0.0:
+            return costs
+        # A step takes the host's time or the device's, whichever is longer: what a step of drafts leaves of the former is the
+        # drafts' to pay. Of plain steps it is not asked: they give the host less to do and the device more.
+        least = host_seconds / max(1, num_requests)
+        cycle = TYPICAL_DRAFTS * costs.draft(round(length), TYPICAL_DRAFTS) + costs.check(round(length))
+        return replace(costs, stall=max(0.0, least - cycle / (TYPICAL_DRAFTS + 1)))
 
     def draft(self, length: int, pending: int) -> float:
         """One more draft: its DRAFT row now and its token in the verification to come."""
-        return self.share + 2.0 * self.per_token + self.per_kv * self.reads.draft(length, pending + 1)
+        return self.stall + self.share + 2.0 * self.per_token + self.per_kv * self.reads.draft(length, pending + 1)
 
     def verify(self, length: int) -> float:
         """A verification of no drafts: a plain token."""
@@ -42,7 +78,7 @@ class RowCosts:
 
     def check(self, length: int) -> float:
         """A verification of drafts; its tokens beyond the first are counted with the drafts they check."""
-        return self.verify(length) + self.per_check * self.reads.verify(length)
+        return self.stall + self.verify(length) + self.per_check * self.reads.verify(length)
 
 
 class VerifyBound:

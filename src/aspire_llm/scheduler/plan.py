@@ -89,12 +89,7 @@ class StepResult:
     kv_tokens_read: dict[RowKind, int] = field(default_factory=dict)  # sum over rows and layers, as the backend counted
     num_layers: int = 1
     checked_kv_tokens: int = 0  # of them, by verifications of drafts
-    interval: float = 0.0  # seconds since the result before this one, if the engine had work all the while
-
-    @property
-    def cost(self) -> float:
-        """Seconds that the step cost: those of the device, or of the host where that was slower; 0.0: not measured."""
-        return max(self.seconds, self.interval) if self.seconds > 0.0 else 0.0
+    host_seconds: float = 0.0  # as `StepLoad.host_seconds`
 
     @property
     def mean_checked_kv(self) -> float:

@@ -288,7 +288,9 @@ class Scheduler:
         """Write a step's results into its requests. Results of an earlier tenant of a slot are dropped."""
         self._retire(plan)
         self.policy.observe_step(
-            StepLoad(plan.num_tokens, result.mean_kv_tokens, result.cost, result.mean_checked_kv)
+            StepLoad(
+                plan.num_tokens, result.mean_kv_tokens, result.seconds, result.mean_checked_kv, result.host_seconds
+            )
         )
         progress = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):

@@ -174,7 +174,7 @@ class LiveView:
                     if lane is not None and row.kind is RowKind.VERIFY
                 )
                 plain = plain_step * emitted / len(batch)
-        return Pace(now, sum(new_tokens.values()), prompt_tokens, result.cost, predicted, decode, plain)
+        return Pace(now, sum(new_tokens.values()), prompt_tokens, result.seconds, predicted, decode, plain)
 
     def _sweep(self) -> None:
         """Requests that have ended leave their lanes; preempted ones keep them."""
