@@ -131,7 +131,8 @@ def test_markdown_tables_are_whole(page: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser(page: Path) -> Iterator[Any]:
+    """After the page and its results: Playwright leaves an event loop running, and `bench serve` starts one."""
     with chromium() as made:
         yield made
 
