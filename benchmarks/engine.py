@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import cached_prompts, fill
 
 from aspire_llm import LLM, SamplingParams, __version__
 from aspire_llm.bench.replay import ReplaySampler
@@ -59,29 +60,6 @@ def facts(command: str) -> dict[str, Any]:
         "commit": commit or os.environ.get("COMMIT", ""),
         "command": command,
     }
-
-
-def cached_prompts(llm: LLM, batch: int, length: int, seed: int) -> list[list[int]]:
-    """Prompts whose K/V are in the prefix cache as if they had been computed."""
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = llm.model.config.vocab_size
-    pages = llm.cache.pages
-    prompts = []
-    for i in range(batch):
-        prompt = torch.randint(2, vocabulary, (length,), generator=generator).tolist()
-        pages.open(-2 - i, prompt, 0)
-        if pages.reserve(-2 - i, length) is None:
-            raise RuntimeError(f"no room for {batch} x {length}")
-        pages.commit(-2 - i, prompt, length)
-        prompts.append(prompt)
-    for i in range(batch):
-        pages.release(-2 - i)
-    return prompts
-
-
-def fill(llm: LLM) -> None:
-    for tensor in (*llm.cache.pool.k, *llm.cache.pool.v):
-        tensor.normal_(0.0, 1.0)
 
 
 def coefficients(llm: LLM) -> list[float]:
@@ -215,7 +193,6 @@ def big(report: dict[str, Any], parts: list[str]) -> None:
     base = LLM(folder, method="plain", **options)
     report["plain_start_up_s"] = time.perf_counter() - began
     print(f"start-up plain {report['plain_start_up_s']:.1f} s, pages {base.cache.pages.num_pages}", flush=True)
-    fill(base)
     cells = (
         [tuple(map(int, c.split("x"))) for c in os.environ["CELLS"].split(",")] if os.environ.get("CELLS") else CELLS
     )
@@ -250,6 +227,7 @@ def big(report: dict[str, Any], parts: list[str]) -> None:
         aspire.engine.runner.sampler = ReplaySampler(
             traces[TRACE], aspire.config.max_num_seqs, base.model.decoder.device
         )  # type: ignore[assignment]
+    fill(base)  # last: calibration leaves zeros behind
     for batch, length in cells:
         base.reset_prefix_cache()
         prompts = cached_prompts(base, batch, length, batch)

@@ -115,3 +115,22 @@ def test_bad_numbers_are_refused() -> None:
         CostModel.fit([StepLoad(1, 1.0, 1.0)])
     with pytest.raises(UserError, match="num_refresh_layers"):
         ReadModel(512, 24, 25)
+
+
+def test_checks_are_told_apart_from_reads() -> None:
+    """Fixed, per token, per KV token and per checked KV token from noisy steps, by the fit and online."""
+    true = CostModel(0.05, 0.004, 5.5e-6, per_check=5.3e-6)
+    rng = random.Random(0)
+
+    def step() -> StepLoad:
+        kv, tokens = rng.uniform(1e3, 4e4), rng.randint(1, 64)
+        checked = rng.choice((0.0, rng.uniform(0.0, kv)))
+        seconds = true.predict(StepLoad(tokens, kv, checked_kv=checked)) * rng.uniform(0.97, 1.03)
+        return StepLoad(tokens, kv, seconds, checked)
+
+    fitted = CostModel.fit([step() for _ in range(200)])
+    online = CostModel(0.05, 0.004, 5.5e-6)
+    for _ in range(600):
+        online.observe(step())
+    for model in (fitted, online):
+        assert (model.per_kv, model.per_check) == pytest.approx((5.5e-6, 5.3e-6), rel=0.15)

@@ -4,7 +4,7 @@
 
 `fixed` is what every step pays (weights, launches), `per_token` the arithmetic of a token, `per_kv` the read of one KV token
 in every layer, `per_check` what that costs more in a verification of drafts, whose attention has several query tokens, is
-scored and renews the context: on two CPU cores half as much again, on an H200 a quarter (measured: with three terms alone
+scored and renews the context: on two CPU cores as much again, on an H200 a third (calibrated: with three terms alone
 71 % and 55-84 % of steps were predicted within 10 %).
 `free_tokens` (0: the plain three-term model) is the hinge of a GPU, where up to about 128 tokens hide behind
 the read of the weights and each further one costs.

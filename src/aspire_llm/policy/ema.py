@@ -28,7 +28,7 @@ def best_length(rate: float, draft: float, verify: float, longest: int, plain: f
 class Ema(PerRequestPolicy):
     """g* = argmax_g E[tokens of g drafts at rate a] / (g · cost of a draft + cost of a verification), chosen once a cycle.
 
-    a is the request's smoothed acceptance rate (`SmoothedRate`), seeded by the batch's; the costs are the three-term
+    a is the request's smoothed acceptance rate (`SmoothedRate`), seeded by the batch's; the costs are the cost
     model's, the fixed part shared by the rows of the step (ASPIRE, the paper's estimator and cost model).
     """
 
