@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from aspire_llm import SamplingParams
+from aspire_llm.engine.engine import Step
 from aspire_llm.models.load import LoadedModel
 from aspire_llm.serving.live import LiveMonitor
 from serving_server import Served, engine, served, served_model
@@ -25,8 +26,8 @@ FLAGS = [
 
 
 def drafting_model() -> LoadedModel:
-    """A model that cares little for its context, so that sparse drafts are often right, and often not."""
-    model = served_model()
+    """A model that cares little for its context, so that sparse drafts are often right, and often not. It never ends."""
+    model = served_model(eos=())
     for name, weights in model.decoder.checkpoint_views().items():
         if "o_proj" in name:
             weights.mul_(0.05)
@@ -34,10 +35,14 @@ def drafting_model() -> LoadedModel:
 
 
 class Live:
-    """`load(n)` keeps n requests running until `load(0)`."""
+    """`load(n)` keeps n requests running until `load(0)`. `pace` is slept in every step, on the engine's thread."""
 
-    def __init__(self, server: Served, monitor: LiveMonitor) -> None:
-        self.server, self.monitor = server, monitor
+    def __init__(self, monitor: LiveMonitor) -> None:
+        self.monitor = monitor
+        self.pace = 0.0
+
+    def serve(self, server: Served) -> None:
+        self.server = server
         self.url = server.url + "/"
         self._clients: list[asyncio.Task[None]] = []
 
@@ -62,13 +67,19 @@ class Live:
 @contextmanager
 def live_server(*, port: int = 0, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Live]:
     monitor = LiveMonitor()
+    live = Live(monitor)
+
+    def on_step(step: Step) -> None:
+        monitor.on_step(step)
+        time.sleep(live.pace)
+
     defaults: dict[str, Any] = {"method": "aspire", "draft_tokens": None, "cost": FixedCost(2e-4, 1e-5, 5e-4)}
-    llm = engine(drafting_model(), on_step=monitor.on_step, **(defaults | options))
+    llm = engine(drafting_model(), on_step=on_step, **(defaults | options))
     if llm.engine.cost is not None:  # shown on the page; what it says must not decide how soon every kind of row comes
         llm.engine.scheduler.policy = always_draft_to(4)
     try:
         with served(llm, monitor, port=port, shutdown_grace=0, **(settings or {})) as server:
-            live = Live(server, monitor)
+            live.serve(server)
             try:
                 yield live
             finally:

@@ -47,7 +47,7 @@ def byte_chat_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def served_model(**changes: Any) -> LoadedModel:
-    model = tiny_model(vocab_size=257, eos=(0,), max_position_embeddings=2048, **changes)
+    model = tiny_model(**{"vocab_size": 257, "eos": (0,), "max_position_embeddings": 2048, **changes})
     return replace(model, tokenizer=byte_chat_tokenizer())
 
 

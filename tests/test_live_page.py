@@ -40,7 +40,9 @@ def quiet(request: pytest.FixtureRequest) -> Iterator[None]:
     """No load is left to the next test."""
     yield
     if "server" in request.fixturenames:
-        request.getfixturevalue("server").load(0)
+        server = request.getfixturevalue("server")
+        server.load(0)
+        server.pace = 0.0
 
 
 @contextmanager
@@ -246,10 +248,11 @@ def test_keyboard_reaches_everything_and_shows_where_it_is(server: Live, browser
 
 
 def test_chat_streams_and_stops(server: Live, browser: Any) -> None:
+    server.pace = 0.05  # the answer must not be complete before a slow browser has pressed Stop
     with opened(browser, server.url, size=SIZES[1], complaints=1) as page:  # of the refusal
         status(page, "live")
         page.click("summary")
-        page.fill("#chat-max", "400")
+        page.fill("#chat-max", "900")
         page.fill("#chat-input", "Tell me")
         page.press("#chat-input", "Enter")
         assert text(page, ".message.user") == "Tell me"
