@@ -53,7 +53,7 @@ class Live:
             await asyncio.gather(*self._clients, return_exceptions=True)
             self._clients = [asyncio.create_task(self._client(i)) for i in range(num_requests)]
 
-        asyncio.run_coroutine_threadsafe(change(), self.server.loop).result(30)
+        asyncio.run_coroutine_threadsafe(change(), self.server.loop).result(120)
 
     async def _client(self, number: int) -> None:
         for again in range(1000):
@@ -103,7 +103,7 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds:g} s for {what}"

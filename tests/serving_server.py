@@ -78,9 +78,9 @@ class Served:
 
     @property
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60)
+        return httpx.Client(base_url=self.url, timeout=120)
 
-    def assert_idle(self, seconds: float = 10.0) -> None:
+    def assert_idle(self, seconds: float = 60.0) -> None:
         """Nothing runs, waits, or holds pages, places or ids, soon."""
         state = self.app.state.server
         deadline = time.monotonic() + seconds

@@ -21,6 +21,7 @@ from serving_server import engine, served
 STATIC = Path(live.__file__).parent / "static"
 SIZES = [(1280, 900), (390, 844)]
 THEMES = ["light", "dark"]
+HANGS = 120  # s
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,7 @@ def opened(
     """A page that must stay on its own server and complain of nothing."""
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=theme)
     page = context.new_page()
+    page.set_default_timeout(HANGS * 1000)
     said: list[str] = []
     asked: list[str] = []
     page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
@@ -72,9 +74,9 @@ def text(page: Any, selector: str) -> str:
 
 def until(page: Any, condition: str, argument: Any = None) -> None:
     """Waits for JavaScript to be true. Not by wait_for_function, which the page's own security policy forbids."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + HANGS
     while not page.evaluate(condition, argument):
-        assert time.monotonic() < end, f"waited 20 s for {condition}"
+        assert time.monotonic() < end, f"waited {HANGS} s for {condition}"
         page.wait_for_timeout(30)
 
 
@@ -149,11 +151,12 @@ def test_every_kind_is_drawn_sharp_in_its_theme(server: Live, browser: Any, them
     colours = {name: "#" + "".join(f"{round(255 * c):02x}" for c in palette(theme)[name]) for name in names}
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=theme, device_scale_factor=2)
     page = context.new_page()
+    page.set_default_timeout(HANGS * 1000)
     page.goto(server.url)
     status(page, "live")
     server.load(2)
     seen: set[str] = set()
-    end = time.monotonic() + 40
+    end = time.monotonic() + HANGS
     while seen != set(names):
         page.wait_for_timeout(150)
         seen |= drawn(page, colours)
@@ -285,8 +288,8 @@ def test_watchers_come_and_go(server: Live, browser: Any) -> None:
     server.load(2)
     with (
         opened(browser, server.url) as page,
-        httpx.stream("GET", server.url + "live/events", timeout=20) as other,
-        httpx.stream("GET", server.url + "live/events", timeout=20) as unread,
+        httpx.stream("GET", server.url + "live/events", timeout=120) as other,
+        httpx.stream("GET", server.url + "live/events", timeout=120) as unread,
     ):
         status(page, "live")
         names: list[str] = []

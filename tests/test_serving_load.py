@@ -84,7 +84,7 @@ class Load:
 
 
 def on_loop(server: Served, work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run_coroutine_threadsafe(work, server.loop).result(30)
+    return asyncio.run_coroutine_threadsafe(work, server.loop).result(120)
 
 
 async def tasks() -> int:
@@ -99,13 +99,13 @@ def test_five_hundred_streams_a_third_of_them_dropped() -> None:
     monitor = LiveMonitor()
     with served(llm, monitor) as server:
         asyncio.run(Load(server.port).run(0.5))
-        server.assert_idle(30)
+        server.assert_idle(120)
         before = (process.num_fds(), threading.active_count(), on_loop(server, tasks()))
         memory = process.memory_info().rss
         load = Load(server.port)
         asyncio.run(load.run(SECONDS))
-        server.assert_idle(30)
-        deadline = time.monotonic() + 10
+        server.assert_idle(120)
+        deadline = time.monotonic() + 60
         while server.server.server_state.connections and time.monotonic() < deadline:
             time.sleep(0.05)
         after = (process.num_fds(), threading.active_count(), on_loop(server, tasks()))
