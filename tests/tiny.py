@@ -142,7 +142,7 @@ class ScriptedSampler:
         output: SampleOutput = self._inner.run(batch)
         offset = 0
         for row, (kind, slot, n) in enumerate(zip(batch.kinds, batch.slots, batch.num_tokens, strict=True)):
-            if kind is RowKind.DRAFT:
+            if kind == RowKind.DRAFT:
                 position = int(batch.positions[offset])
                 before = batch.history[slot, : position + 1].tolist()
                 token = self._script(before, int(output.tokens[row, 0]))

@@ -259,6 +259,8 @@ class Request:
     num_in_flight: int = 0  # (late) steps that name this request
     num_prefilled: int = 0  # known tokens planned as prefill (or found in the cache) since admission
     prefill_end: int = 0  # tokens known at admission: prefill ends there
+    num_reserved: int = 0  # positions that are known to have pages
+    output_limit: int = 0  # most tokens of output, by its parameters and the engine's longest; set when it is queued
     confidences: list[float] = field(default_factory=list)  # of the pending drafts whose results are known
 
     finish_reason: FinishReason | None = None

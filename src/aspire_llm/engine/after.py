@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from aspire_llm.engine.columns import Bools, Columns, Ints
 from aspire_llm.engine.upload import Array
-from aspire_llm.request import RowKind
-from aspire_llm.scheduler.plan import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,39 +32,31 @@ class OnDevice:
 
 @dataclass(frozen=True, slots=True)
 class AfterForward:
-    renewed: tuple[Row, ...]
-    refreshed: tuple[Row, ...]
+    renewed: Ints  # [V]
+    refreshed: Ints  # [D]
     arrays: tuple[Array, ...]  # in the order of OnDevice's fields
 
     @staticmethod
-    def of(rows: Sequence[Row], updates: Sequence[bool]) -> AfterForward:
-        """updates: for each row, whether its attention renews or refreshes its request's context."""
-        tokens: list[tuple[int, int, int, int]] = []
-        offset = 0
-        for row in rows:
-            if row.samples:
-                first = row.num_tokens - 1 if row.kind is RowKind.PREFILL else 0
-                base = row.start if row.kind is RowKind.PREFILL else 0
-                tokens.extend((offset + j, row.slot, int(row.kind), base + j) for j in range(first, row.num_tokens))
-            offset += row.num_tokens
-        sampling = [row for row in rows if row.samples]
-        prefill = [row for row in rows if row.kind is RowKind.PREFILL]
-        updating = [(i, row) for i, row in enumerate(rows) if updates[i]]
-        renewed = [(i, row) for i, row in updating if row.kind is not RowKind.DRAFT]
-        refreshed = [(i, row) for i, row in updating if row.kind is RowKind.DRAFT]
-        lists: list[Sequence[int]] = [
-            *([token[field] for token in tokens] for field in range(4)),
-            [row.slot for row in sampling],
-            [int(row.kind) for row in sampling],
-            [row.slot for row in prefill],
-            [row.start + row.num_tokens for row in prefill],
-            [i for i, _ in renewed],
-            [row.slot for _, row in renewed],
-            [i for i, _ in refreshed],
-            [row.slot for _, row in refreshed],
-        ]
-        arrays = tuple(np.array(values, dtype=np.int64) for values in lists)
-        return AfterForward(tuple(row for _, row in renewed), tuple(row for _, row in refreshed), arrays)
+    def of(rows: Columns, updates: Bools) -> AfterForward:
+        """updates [R]: whether the row's attention renews or refreshes its request's context."""
+        prefills = rows.prefills
+        sampling = np.flatnonzero(rows.samples)
+        # of a prompt's chunk the last token alone gets logits, and its place is its position
+        num_logits = np.where(prefills, 1, rows.counts)[sampling]
+        row = np.repeat(sampling, num_logits)
+        within = np.arange(len(row)) - np.repeat(np.cumsum(num_logits) - num_logits, num_logits)
+        within += np.where(prefills, rows.counts - 1, 0)[row]
+        renewed = np.flatnonzero(updates & ~rows.drafts)
+        refreshed = np.flatnonzero(updates & rows.drafts)
+        slots, kinds = rows.slots, rows.kinds
+        arrays = (
+            *(rows.offsets[row] + within, slots[row], kinds[row], within + np.where(prefills, rows.starts, 0)[row]),
+            *(slots[sampling], kinds[sampling]),
+            *(slots[prefills], (rows.starts + rows.counts)[prefills]),
+            *(renewed, slots[renewed]),
+            *(refreshed, slots[refreshed]),
+        )
+        return AfterForward(renewed, refreshed, arrays)
 
     def on_device(self, arrays: Sequence[Tensor]) -> OnDevice:
         return OnDevice(*arrays)

@@ -8,15 +8,19 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aspire_llm.attention.backend import AttentionBatch, AttentionPlan, Backend
 from aspire_llm.context.state import ContextState
+from aspire_llm.engine.columns import Columns
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.engine.upload import Array
 from aspire_llm.models.decoder import Decoder
 from aspire_llm.request import RowKind
-from aspire_llm.scheduler.plan import Row
+
+Floats = NDArray[np.float32]
+KINDS = tuple(RowKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,42 +31,38 @@ class Described:
     num_tokens: tuple[int, ...]  # [R], likewise
     scored_rows: tuple[int, ...]
     num_scored_tokens: int
+    scores_verified: bool  # whether any scored row is no draft
     # slots, kinds, prefill starts: int64 [R]; row offsets: int32 [R + 1]; row of token, place in row: int64 [T];
     # score weights: float32 [T]
     arrays: tuple[Array, ...]
 
 
-def describe(
-    rows: Sequence[Row], weights: Sequence[list[float]], pad_rows: int, pad_tokens: int, scratch_slot: int
-) -> Described:
-    """weights: score weight of each token of each row. pad_rows, pad_tokens: sizes to pad to, with rows of no tokens in the
+def describe(rows: Columns, weights: Sequence[Floats], pad_rows: int, pad_tokens: int, scratch_slot: int) -> Described:
+    """weights: score weights of each row's tokens. pad_rows, pad_tokens: sizes to pad to, with rows of no tokens in the
     scratch slot and tokens that belong to the last of them."""
-    counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
+    num_rows, counts = len(rows.counts), rows.counts
     total = int(counts.sum())
-    slots = np.full(max(pad_rows, len(rows)), scratch_slot, dtype=np.int64)
+    slots = np.full(max(pad_rows, num_rows), scratch_slot, dtype=np.int64)
     kinds = np.full(len(slots), int(RowKind.PREFILL), dtype=np.int64)
     starts = np.zeros(len(slots), dtype=np.int64)
-    slots[: len(rows)] = [row.slot for row in rows]
-    kinds[: len(rows)] = [int(row.kind) for row in rows]
-    starts[: len(rows)] = [row.start for row in rows]
+    slots[:num_rows], kinds[:num_rows], starts[:num_rows] = rows.slots, rows.kinds, rows.starts
     offsets = np.full(len(slots) + 1, total, dtype=np.int32)
-    offsets[: len(rows) + 1] = [0, *np.cumsum(counts)]
+    offsets[:num_rows] = rows.offsets
     num_tokens = max(pad_tokens, total)
     row_of_token = np.full(num_tokens, len(slots) - 1, dtype=np.int64)
-    row_of_token[:total] = np.repeat(np.arange(len(rows)), counts)
+    row_of_token[:total] = np.repeat(np.arange(num_rows), counts)
     within = np.zeros(num_tokens, dtype=np.int64)
-    within[:total] = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    within[:total] = np.arange(total) - np.repeat(rows.offsets, counts)
     score = np.zeros(num_tokens, dtype=np.float32)
-    score[:total] = [w for row in weights for w in row]
-    scored = tuple(i for i, row in enumerate(weights) if any(row))
-    kinds_of_rows = tuple(row.kind for row in rows)
-    num_scored = int(np.count_nonzero(score))
+    score[:total] = np.concatenate(weights)
+    scored = np.unique(row_of_token[np.flatnonzero(score)])
     return Described(
-        kinds_of_rows,
-        tuple(counts.tolist()),
-        scored,
-        num_scored,
-        (slots, kinds, starts, offsets, row_of_token, within, score),
+        kinds=tuple(KINDS[kind] for kind in rows.kinds.tolist()),
+        num_tokens=tuple(counts.tolist()),
+        scored_rows=tuple(scored.tolist()),
+        num_scored_tokens=int(np.count_nonzero(score)),
+        scores_verified=bool((rows.kinds[scored] != int(RowKind.DRAFT)).any()),
+        arrays=(slots, kinds, starts, offsets, row_of_token, within, score),
     )
 
 
@@ -133,7 +133,5 @@ class EagerForward:
         """Hidden states [T, hidden] after the final norm, and the attention plan with its scores."""
         token_ids, batch = gather(self._state, self._contexts, step, arrays)
         attention: AttentionPlan = self._backend.plan(batch)
-        hidden = self._decoder(
-            token_ids, batch.positions, lambda layer, q, k, v: self._backend.run(attention, layer, q, k, v)
-        )
+        hidden = self._decoder(token_ids, batch.positions, self._backend.attention(attention))
         return hidden, attention

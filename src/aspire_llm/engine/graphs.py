@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from aspire_llm.attention.backend import AttentionPlan, Backend
 from aspire_llm.context.state import ContextState
+from aspire_llm.engine.columns import Columns
 from aspire_llm.engine.forward import Described, EagerForward, describe
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.models.decoder import Decoder
@@ -76,8 +78,7 @@ class GraphForward:
 
     def run(self, step: Described, arrays: Sequence[Tensor]) -> tuple[Tensor, AttentionPlan]:
         """As `EagerForward.run`. The results are the graph's own buffers, good until its next replay."""
-        verified = any(step.kinds[row] is not RowKind.DRAFT for row in step.scored_rows)
-        captured = self._graphs.get((arrays[-1].shape[0], verified))
+        captured = self._graphs.get((arrays[-1].shape[0], step.scores_verified))
         if captured is None:
             return self._eager.run(step, arrays)
         torch._foreach_copy_(captured.arrays, list(arrays))
@@ -87,13 +88,8 @@ class GraphForward:
     def _capture(self, size: int, verified: bool, pool: Any) -> Captured:
         device = self._eager.device
         rows = [Row(self._scratch, 0, RowKind.VERIFY if verified or not self._scored else RowKind.DRAFT, min(size, 2))]
-        described = describe(
-            rows,
-            [[1.0] * rows[0].num_tokens if self._scored else [0.0] * rows[0].num_tokens],
-            self.pad_rows,
-            size,
-            self._scratch,
-        )
+        weights = np.full(rows[0].num_tokens, float(self._scored), dtype=np.float32)
+        described = describe(Columns.of(rows), [weights], self.pad_rows, size, self._scratch)
         arrays = [torch.from_numpy(array).to(device) for array in described.arrays]
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))

@@ -79,23 +79,20 @@ class Launched:
         results = []
         j = 0
         for i, row in enumerate(self._plan.rows):
-            prompt_logprobs = tuple(self._prompts.get(i, ()))
-            if not row.samples or self._sampled is None:
-                results.append(RowResult(row.slot, row.epoch, prompt_logprobs=prompt_logprobs))
-                continue
-            results.append(
-                RowResult(
-                    slot=row.slot,
-                    epoch=row.epoch,
-                    token_ids=tuple(tokens[j][: emitted[j]]),
-                    num_accepted=emitted[j] - 1 if row.kind is RowKind.VERIFY else 0,
-                    confidence=confidence[j],
-                    logprobs=tuple(self._sampled.logprobs.get(j, ())),
-                    prompt_logprobs=prompt_logprobs,
-                    error=self._sampled.errors.get(j),
-                )
-            )
-            j += 1
+            result = RowResult(row.slot, row.epoch)
+            if self._prompts:
+                result.prompt_logprobs = tuple(self._prompts.get(i, ()))
+            if row.samples and self._sampled is not None:
+                result.token_ids = tuple(tokens[j][: emitted[j]])
+                result.confidence = confidence[j]
+                if row.kind is RowKind.VERIFY:
+                    result.num_accepted = emitted[j] - 1
+                if self._sampled.logprobs:
+                    result.logprobs = tuple(self._sampled.logprobs.get(j, ()))
+                if self._sampled.errors:
+                    result.error = self._sampled.errors.get(j)
+                j += 1
+            results.append(result)
         return tuple(results)
 
 

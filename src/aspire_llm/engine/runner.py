@@ -17,7 +17,8 @@ from aspire_llm.attention.backend import AttentionPlan
 from aspire_llm.context.selectors import Selector
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.after import AfterForward, OnDevice
-from aspire_llm.engine.forward import Forward, describe
+from aspire_llm.engine.columns import Bools, Columns
+from aspire_llm.engine.forward import Floats, Forward, describe
 from aspire_llm.engine.launched import Launched, StepClock
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.engine.upload import Array, Uploader
@@ -31,6 +32,7 @@ from aspire_llm.scheduler.plan import Row, StepPlan, StepResult
 PLAIN_STEPS = (
     16  # a request that does not draft has its context renewed once in so many steps; the tail covers the others
 )
+KEPT_WEIGHTS = 64  # tokens of the longest row whose score weights are kept
 PROMPT_LOGPROB_TOKENS = 64  # prompt tokens whose logits exist at once, when prompt logprobs are asked for
 
 
@@ -54,8 +56,10 @@ class Runner:
         self.device = state.computed.device
         self._forward = forward
         self._uploader = Uploader(self.device)
-        self._drafting = [False] * state.num_slots  # host: the request in this slot may draft
-        self._plain_steps = [0] * state.num_slots  # host: verifications without drafts since the context was renewed
+        self._drafting = np.zeros(state.num_slots, dtype=bool)  # host: the request in this slot may draft
+        # host: verifications without drafts since the context was renewed
+        self._plain_steps = np.zeros(state.num_slots, dtype=np.int64)
+        self._weights: dict[tuple[int | None, int], Floats] = {}
         self._prompt_logprobs: list[int | None] = [None] * state.num_slots  # host: how many, for prompt tokens
         self._prompt_ends = [0] * state.num_slots  # host
 
@@ -69,21 +73,22 @@ class Runner:
         clock = StepClock(self.device)
         rows = plan.rows
         self._stage(plan)
-        updates = [self._updates_context(row) for row in rows]
+        columns = Columns.of(rows)
+        updates = self._context_updates(columns)
         step = describe(
-            rows,
-            [self._query_weights(row, update) for row, update in zip(rows, updates, strict=True)],
+            columns,
+            self._query_weights(columns, updates),
             self._forward.pad_rows,
-            self._forward.padded(plan.num_tokens),
+            self._forward.padded(int(columns.counts.sum())),
             self.state.num_slots,
         )
-        tail = AfterForward.of(rows, updates)
+        tail = AfterForward.of(columns, updates)
         arrays = self._uploader.send([*step.arrays, *tail.arrays])
         hidden, attention = self._forward.run(step, arrays[: len(step.arrays)])
         there = tail.on_device(arrays[len(step.arrays) :])
-        sampled = self._sample(rows, there, hidden)
+        sampled = self._sample(columns, there, hidden)
         self._settle(there, sampled)
-        self._renew_contexts(tail, there, attention)
+        self._renew_contexts(columns, tail, there, attention)
         prompts = self._score_prompts(rows, hidden)
         return Launched(plan, sampled, attention.row_reads, prompts, self.decoder.config.num_layers, clock)
 
@@ -110,29 +115,41 @@ class Runner:
             for (place, _), values in zip(writes, self._uploader.send([values for _, values in writes]), strict=True):
                 place.copy_(values)
 
-    def _updates_context(self, row: Row) -> bool:
-        """Whether the row's attention renews or refreshes its request's context. Plain decoding must stay as cheap as it is
-        without a context, so its rows do so only now and then."""
-        if not self._drafting[row.slot] or not row.samples:
-            return False
-        if row.kind is RowKind.VERIFY and row.num_tokens == 1:
-            self._plain_steps[row.slot] += 1
-            if self._plain_steps[row.slot] < PLAIN_STEPS:
-                return False
-        self._plain_steps[row.slot] = 0
-        return True
+    def _context_updates(self, rows: Columns) -> Bools:
+        """[R]: whether the row's attention renews or refreshes its request's context. Plain decoding must stay as cheap as it
+        is without a context, so its rows do so only now and then."""
+        updates = self._drafting[rows.slots] & rows.samples
+        plain = updates & rows.verifies & (rows.counts == 1)
+        self._plain_steps[rows.slots[plain]] += 1
+        updates &= ~(plain & (self._plain_steps[rows.slots] < PLAIN_STEPS))
+        self._plain_steps[rows.slots[updates]] = 0
+        return updates
 
-    def _query_weights(self, row: Row, update: bool) -> list[float]:
-        if self.selector is None or not update:
-            return [0.0] * row.num_tokens
-        return self.selector.query_weights(row.kind, row.num_tokens)
+    def _query_weights(self, rows: Columns, updates: Bools) -> list[Floats]:
+        """Score weights of each row's tokens."""
+        return [
+            self._weights_of(kind if update else None, count)
+            for kind, count, update in zip(rows.kinds.tolist(), rows.counts.tolist(), updates.tolist(), strict=True)
+        ]
+
+    def _weights_of(self, kind: int | None, num_tokens: int) -> Floats:
+        """kind: None for a row that needs no scores. Kept, but for the many lengths of prompt chunks."""
+        known = self._weights.get((kind, num_tokens))
+        if known is not None:
+            return known
+        if self.selector is None or kind is None:
+            weights = np.zeros(num_tokens, dtype=np.float32)
+        else:
+            weights = np.array(self.selector.query_weights(RowKind(kind), num_tokens), dtype=np.float32)
+        if num_tokens <= KEPT_WEIGHTS:
+            self._weights[kind, num_tokens] = weights
+        return weights
 
     # ---- after the forward
 
-    def _sample(self, rows: Sequence[Row], there: OnDevice, hidden: Tensor) -> SampleOutput | None:
+    def _sample(self, rows: Columns, there: OnDevice, hidden: Tensor) -> SampleOutput | None:
         """Logits of the rows that sample, and of no other token; then tokens from them."""
-        sampling = [row for row in rows if row.samples]
-        if not sampling:
+        if not rows.samples.any():
             return None
         state, slots = self.state, there.token_slots
         # a token's position follows from its slot's counters: the newest committed token stands at `computed`
@@ -142,9 +159,9 @@ class Runner:
         )
         return self.sampler.run(
             SampleBatch(
-                kinds=tuple(row.kind for row in sampling),
-                slots=tuple(row.slot for row in sampling),
-                num_tokens=tuple(1 if row.kind is RowKind.PREFILL else row.num_tokens for row in sampling),
+                kinds=rows.kinds[rows.samples],
+                slots=rows.slots[rows.samples],
+                num_tokens=np.where(rows.prefills, 1, rows.counts)[rows.samples],
                 logits=self.decoder.logits(hidden[there.sampled_tokens]),
                 positions=positions,
                 history=state.tokens,
@@ -168,13 +185,13 @@ class Runner:
         state.computed[slots] += sampled.num_emitted * verifies
         state.pending[slots] = (state.pending[slots] + 1) * drafts
 
-    def _renew_contexts(self, tail: AfterForward, there: OnDevice, attention: AttentionPlan) -> None:
+    def _renew_contexts(self, rows: Columns, tail: AfterForward, there: OnDevice, attention: AttentionPlan) -> None:
         if self.selector is None:
             return
-        if tail.renewed:
+        if len(tail.renewed):
             slots = there.renewed_slots
-            ended = [row.kind is RowKind.PREFILL for row in tail.renewed]
-            longest = max(row.reach for row in tail.renewed)
+            ended: list[bool] = rows.prefills[tail.renewed].tolist()
+            longest = int(rows.reaches[tail.renewed].max())
             self.selector.renew(
                 self.contexts,
                 slots,
@@ -182,9 +199,9 @@ class Runner:
                 lambda layers: attention.scores_of(layers, there.renewed_rows, longest),
                 ended,
             )
-        if tail.refreshed:
+        if len(tail.refreshed):
             slots = there.refreshed_slots
-            reach = max(row.reach for row in tail.refreshed)
+            reach = int(rows.reaches[tail.refreshed].max())
             self.selector.refresh(
                 self.contexts,
                 slots,

@@ -18,9 +18,9 @@ class Action(Enum):
     WAIT = "wait"  # no row this step (a synchronised batch waits for its slowest request)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every request and step
 class RequestView:
-    """What a policy may know of one decoding request when a step is planned."""
+    """What a policy may know of one decoding request when a step is planned. To be read in `decide`, not kept or changed."""
 
     key: int  # stable for the life of the request
     length: int  # tokens whose K/V a full read would touch (upper bound when results are late)

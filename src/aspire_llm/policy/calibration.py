@@ -71,7 +71,9 @@ class RejectionRates:
         self._requests: dict[int, _RequestRates] = {}
 
     def observe(self, key: int, bin: int, rejected: bool) -> None:
-        own = self._requests.setdefault(key, _RequestRates(len(self._tried)))
+        own = self._requests.get(key)
+        if own is None:
+            own = self._requests[key] = _RequestRates(len(self._tried))
         own.rejected[bin] = REQUEST_KEEP * own.rejected[bin] + rejected
         own.tried[bin] = REQUEST_KEEP * own.tried[bin] + 1.0
         forgotten = (1.0 - TREND_KEEP) * TREND_WEIGHT
@@ -118,7 +120,10 @@ class WrongTurnEvidence:
 
     def observe(self, key: int, bin: int, wrong: bool) -> None:
         self._batch[wrong].add(bin)
-        self._requests.setdefault(key, (_Histogram(0.0), _Histogram(0.0)))[wrong].add(bin)
+        own = self._requests.get(key)
+        if own is None:
+            own = self._requests[key] = _Histogram(0.0), _Histogram(0.0)
+        own[wrong].add(bin)
 
     def ratios(self, key: int) -> list[float]:
         """By bin, tempered."""

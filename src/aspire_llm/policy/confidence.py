@@ -67,16 +67,15 @@ class Confidence(PerRequestPolicy):
         self._last_prices: dict[int, float] = {}
 
     def _wants_draft(self, view: RequestView, costs: RowCosts) -> bool:
-        draft, verify = costs.draft(view.length, view.pending), costs.verify(view.length)
-        check = costs.check(view.length)
-        self._last_costs[view.key] = draft, verify, check
-        price = self._last_prices[view.key] = self._price(view.key, verify)
-        cycle = self._cycles.get(view.key)
+        key = view.key
+        draft, verify, check = self._last_costs[key] = costs.of_row(view.length, view.pending)
+        price = self._last_prices[key] = self._price(key, verify)
+        cycle = self._cycles.get(key)
         known = view.confidences
         if cycle is None:
-            cycle = self._cycles[view.key] = _Cycle(self._calibration.odds(view.key))
+            cycle = self._cycles[key] = _Cycle(self._calibration.odds(key))
         elif len(known) < cycle.seen:  # verified, its outcome still to come; or preempted
-            cycle = self._cycles[view.key] = _Cycle(cycle.odds)
+            cycle = self._cycles[key] = _Cycle(cycle.odds)
         odds = cycle.odds
         for i in range(cycle.seen, len(known)):
             cycle.last = bin_of(known[i])

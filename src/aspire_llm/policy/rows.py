@@ -76,6 +76,12 @@ class RowCosts:
         """A verification of no drafts: a plain token."""
         return self.share + self.per_token + self.per_kv * self.reads.verify(length)
 
+    def of_row(self, length: int, pending: int) -> tuple[float, float, float]:
+        """`draft`, `verify` and `check` at once, for what is asked of every request in every step."""
+        read = self.reads.verify(length)
+        verify = self.share + self.per_token + self.per_kv * read
+        return self.draft(length, pending), verify, self.stall + verify + self.per_check * read
+
     def check(self, length: int) -> float:
         """A verification of drafts; its tokens beyond the first are counted with the drafts they check."""
         return self.stall + self.verify(length) + self.per_check * self.reads.verify(length)

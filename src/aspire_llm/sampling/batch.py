@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aspire_llm.request import RowKind, TokenLogprobs
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
     """Logits of the rows that sample. R rows, N tokens with logits (PREFILL 1, DRAFT 1, VERIFY 1 + pending each)."""
 
-    kinds: tuple[RowKind, ...]  # [R]
-    slots: tuple[int, ...]  # [R]
-    num_tokens: tuple[int, ...]  # [R]: of N
+    kinds: Sequence[RowKind] | Ints  # [R], on the host
+    slots: Sequence[int] | Ints  # [R], on the host
+    num_tokens: Sequence[int] | Ints  # [R], on the host: of N
     logits: Tensor  # [N, vocabulary], float32: as the model gave them
     positions: Tensor  # int64 [N]: of the token that was fed; the token chosen from its logits stands one further
     history: Tensor  # int64 [S, max_model_len]: every known token by slot and position, pending drafts included

@@ -25,6 +25,8 @@ from aspire_llm.request import FinishReason, Request, RowKind
 from aspire_llm.scheduler.plan import Admission, PageWrite, Row, RowResult, StepPlan, StepResult
 from aspire_llm.scheduler.stopping import find_stop
 
+NONE_KNOWN: tuple[float, ...] = ()  # confidences
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -75,6 +77,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it can never run."""
         self.validate(request)
+        room = self.limits.max_model_len - len(request.prompt_token_ids)
+        request.output_limit = min(request.params.max_tokens, room)
         self.waiting.append(request)
 
     def validate(self, request: Request) -> None:
@@ -144,36 +148,35 @@ class Scheduler:
     def _decide(self) -> list[tuple[Request, Action]]:
         """The policy's word for every request that can decode now."""
         decoding, views = [], []
+        most = self.limits.max_draft_tokens
         for request in self.running:
             if request.in_prefill:
                 continue
             # every token that may be committed already, those in flight included
-            left = self._output_limit(request) - len(request.output_token_ids) - request.num_lookahead
+            lookahead = request.num_lookahead
+            output = len(request.output_token_ids) + lookahead
+            left = request.output_limit - output
             if left <= 0:  # its end may be in flight
                 continue
-            views.append(
-                RequestView(
-                    key=request.key,
-                    length=request.num_tokens + request.num_lookahead,
-                    pending=request.num_pending,
-                    confidences=() if request.num_lookahead else tuple(request.confidences),
-                    max_draft=min(self.limits.max_draft_tokens, left - 1) if request.params.draft else 0,
-                )
-            )
+            max_draft = (most if most < left else left - 1) if request.params.draft else 0
+            length = len(request.prompt_token_ids) + output
+            known = NONE_KNOWN if lookahead else request.confidences
+            views.append(RequestView(request.key, length, request.num_pending, known, max_draft))
             decoding.append(request)
         if not decoding:
             return []
-        prompt_tokens = sum(r.prefill_end - r.num_prefilled for r in self.running if r.in_prefill)
+        prompts = [r for r in self.running if r.in_prefill] if len(decoding) < len(self.running) else []
+        prompt_tokens = sum(r.prefill_end - r.num_prefilled for r in prompts)
         prompt_tokens = min(prompt_tokens, max(0, self.limits.max_num_batched_tokens - len(decoding)))
-        prompt_reads = max((r.num_prefilled for r in self.running if r.in_prefill), default=0) + prompt_tokens
+        prompt_reads = max((r.num_prefilled for r in prompts), default=0) + prompt_tokens
         actions = self.policy.decide(views, StepLoad(prompt_tokens, prompt_reads))
-        for view, action in zip(views, actions, strict=True):
+        decided: list[tuple[Request, Action]] = []
+        for request, view, action in zip(decoding, views, actions, strict=True):
             if action is Action.DRAFT and view.pending >= view.max_draft:
                 raise RuntimeError(f"policy drafts past max_draft={view.max_draft}")
-        return [(r, a) for r, a in zip(decoding, actions, strict=True) if a is not Action.WAIT]
-
-    def _output_limit(self, request: Request) -> int:
-        return min(request.params.max_tokens, self.limits.max_model_len - len(request.prompt_token_ids))
+            if action is not Action.WAIT:
+                decided.append((request, action))
+        return decided
 
     def _decode_row(self, request: Request, action: Action) -> Row:
         assert request.slot is not None
@@ -181,8 +184,8 @@ class Scheduler:
         if action is Action.DRAFT:
             request.num_pending += 1
             request.stats.steps["draft"] += 1
-            return Row(request.slot, request.epoch, RowKind.DRAFT, 1, reach=reach)
-        row = Row(request.slot, request.epoch, RowKind.VERIFY, 1 + request.num_pending, reach=reach)
+            return Row(request.slot, request.epoch, RowKind.DRAFT, 1, 0, reach)
+        row = Row(request.slot, request.epoch, RowKind.VERIFY, 1 + request.num_pending, 0, reach)
         request.num_lookahead += row.num_tokens
         request.num_pending = 0
         request.stats.steps["verify"] += 1
@@ -256,12 +259,15 @@ class Scheduler:
     def _reserve(self, request: Request, writes: list[PageWrite]) -> bool:
         """Pages for the request's next row, preempting younger requests if there are none. False: it cannot run now."""
         end = request.num_tokens + request.num_lookahead + request.num_pending
+        if end <= request.num_reserved:
+            return True
         while (grown := self.pages.reserve(request.key, end)) is None:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         first, pages = grown
+        request.num_reserved = (first + len(pages)) * self.pages.page_size
         if pages:
             assert request.slot is not None
             writes.append(PageWrite(request.slot, first, pages))
@@ -271,7 +277,7 @@ class Scheduler:
         """Back to the head of the queue: its known tokens are kept, its drafts and K/V are not."""
         self._vacate(request)
         request.num_computed = request.num_prefilled = request.prefill_end = 0
-        request.num_pending = request.num_lookahead = 0
+        request.num_pending = request.num_lookahead = request.num_reserved = 0
         request.confidences.clear()
         request.prompt_logprobs.clear()  # they come again with the prefill
         request.stats.num_preemptions += 1
@@ -334,7 +340,7 @@ class Scheduler:
             if result.logprobs:
                 request.logprobs.append(result.logprobs[i])
             kept += 1
-            stop = find_stop(request, token, self._output_limit(request))
+            stop = find_stop(request, token, request.output_limit)
             if stop is not None:
                 break
         drafted = accepted = 0

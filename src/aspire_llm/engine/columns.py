@@ -1,0 +1,61 @@
+"""A step's rows as columns: read once from the plan, so that all that follows is arithmetic on arrays, not a loop over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aspire_llm.request import RowKind
+from aspire_llm.scheduler.plan import Row
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """R rows, in the plan's order, on the host."""
+
+    slots: Ints  # [R]
+    kinds: Ints  # [R]: RowKind
+    counts: Ints  # [R]: tokens
+    offsets: Ints  # [R]: of each row's first token in the flat batch
+    starts: Ints  # [R]: of PREFILL rows
+    reaches: Ints  # [R]
+    samples: Bools  # [R]
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> Columns:
+        def ints(values: list[int]) -> Ints:
+            return np.array(values, dtype=np.int64)
+
+        counts = ints([row.num_tokens for row in rows])
+        return Columns(
+            slots=ints([row.slot for row in rows]),
+            kinds=ints([row.kind for row in rows]),
+            counts=counts,
+            offsets=np.cumsum(counts) - counts,
+            starts=ints([row.start for row in rows]),
+            reaches=ints([row.reach for row in rows]),
+            samples=np.array([row.samples for row in rows], dtype=bool),
+        )
+
+    @property
+    def drafts(self) -> Bools:
+        return _are(self.kinds, RowKind.DRAFT)
+
+    @property
+    def verifies(self) -> Bools:
+        return _are(self.kinds, RowKind.VERIFY)
+
+    @property
+    def prefills(self) -> Bools:
+        return _are(self.kinds, RowKind.PREFILL)
+
+
+def _are(kinds: Ints, kind: RowKind) -> Bools:
+    same: Bools = kinds == int(kind)
+    return same
