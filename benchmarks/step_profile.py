@@ -74,7 +74,12 @@ def by_kind(run: Run, steps: int) -> dict[str, Any]:
     parts: dict[str, float] = defaultdict(float)
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     tokens = 0
-    for owner, method in ((engine.scheduler, "plan"), (engine.runner, "launch"), (engine, "_fetch"), (engine.scheduler, "apply")):
+    for owner, method in (
+        (engine.scheduler, "plan"),
+        (engine.runner, "launch"),
+        (engine, "_fetch"),
+        (engine.scheduler, "apply"),
+    ):
         setattr(owner, method, timed(parts, method.strip("_"), getattr(owner, method)))
     began = time.perf_counter()
     for _ in range(steps):
@@ -83,7 +88,12 @@ def by_kind(run: Run, steps: int) -> dict[str, Any]:
             found[kinds(step)].append(1e3 * step.result.seconds)
             tokens += sum(p.num_new_tokens for p in step.progress)
     seconds = time.perf_counter() - began
-    for owner, method in ((engine.scheduler, "plan"), (engine.runner, "launch"), (engine, "_fetch"), (engine.scheduler, "apply")):
+    for owner, method in (
+        (engine.scheduler, "plan"),
+        (engine.runner, "launch"),
+        (engine, "_fetch"),
+        (engine.scheduler, "apply"),
+    ):
         delattr(owner, method)
     return {
         "tokens_per_s": tokens / seconds,
@@ -136,7 +146,11 @@ def main() -> None:
     aspire = LLM(model_folder(shape), method="aspire", budget=BUDGET, refresh_layers=(refresh_layer(shape),), **options)
     report.data["start_up_s"] = time.perf_counter() - began
     say(f"start-up of aspire alone {report.data['start_up_s']:.1f} s")
-    llms = {"aspire": aspire, "lockstep 6": other_policy(aspire, "lockstep", 6), "plain": other_policy(aspire, "autoregressive")}
+    llms = {
+        "aspire": aspire,
+        "lockstep 6": other_policy(aspire, "lockstep", 6),
+        "plain": other_policy(aspire, "autoregressive"),
+    }
     fill(aspire)
     for batch, length in cells:
         cell = report.data.setdefault("cells", {}).setdefault(f"{batch}x{length}", {})
@@ -152,7 +166,9 @@ def main() -> None:
                 try:
                     row = cell[name] = by_kind(run, 90 if GPU else 20)
                     host = ", ".join(f"{k} {v:.2f}" for k, v in row["host_ms"].items())
-                    say(f"{batch}x{length} {name}: {row['tokens_per_s']:.0f} tok/s, step {row['step_ms']:.2f} ms; host {host}")
+                    say(
+                        f"{batch}x{length} {name}: {row['tokens_per_s']:.0f} tok/s, step {row['step_ms']:.2f} ms; host {host}"
+                    )
                     often = sorted(row["device_ms"].items(), key=lambda of: -of[1][1])[:8]
                     for what, (ms, count) in often:
                         say(f"   {ms:7.2f} ms  {what} ({count} steps)")
@@ -163,7 +179,7 @@ def main() -> None:
                         cell["kernels, mixed"] = kernels(run, lambda _: True, 8)
                         shown("aspire's mixed steps", cell["kernels, mixed"])
                     else:  # the first draft step after a verification: three more are drafts for certain, one step late
-                        cell["kernels, drafts"] = kernels(run, lambda step: kinds(step)[0] == batch, 3)
+                        cell["kernels, drafts"] = kernels(run, lambda step, whole=batch: kinds(step)[0] == whole, 3)
                         shown("draft steps", cell["kernels, drafts"])
                 finally:
                     run.drop()
