@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from aspire_llm.attention.triton.backend import TritonBackend, Tuning
 from aspire_llm.attention.triton.top_k import merge_sets, top_k
 from aspire_llm.models.kernels import TritonOps
+from aspire_llm.models.ops import LayerCache
 from aspire_llm.request import RowKind
 from triton_oracle import RowSpec, make_scene
 
@@ -123,6 +124,12 @@ def element_wise(ops: TritonOps, tokens: int, width: int, heads: int, num_q: int
         wide[:, :heads], num_q, draw(dim), draw(dim), draw(tokens, 1, dim // 2), draw(tokens, 1, dim // 2), 1e-6
     )
     ops.norm_rope(wide[:, :heads], num_q, None, None, draw(tokens, 1, dim // 2), draw(tokens, 1, dim // 2), 1e-6)
+    num_kv = heads - num_q
+    stored = LayerCache(
+        draw(num_kv, tokens, dim), draw(num_kv, tokens, dim), torch.arange(tokens, device=DEVICE).flip(0) - 1, 1.0, 1.0
+    )  # fmt: skip
+    qkv, angle = draw(tokens, heads + num_kv, dim), draw(tokens, 1, dim // 2)
+    ops.norm_rope_store(qkv, num_q, draw(dim), draw(dim), angle, angle, 1e-6, stored)
     out = ops.silu_mul(draw(tokens, 2 * width))
     assert bool(out.float().isfinite().all())
 

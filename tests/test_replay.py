@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aspire_llm.bench.hindsight import TraceContinuations
 from aspire_llm.bench.replay import ReplaySampler
+from aspire_llm.bench.replay_decide import TraceState, decide_by_kernel, decide_in_torch
 from aspire_llm.policy.base import Action
 from aspire_llm.policy.trace import shipped_traces
-from aspire_llm.request import SamplingParams
+from aspire_llm.request import RowKind, SamplingParams
 from tiny import ScriptedPolicy, prompts_of, requests_for, run, tiny_engine, tiny_model
 
 
@@ -60,3 +66,35 @@ def test_hindsight_is_told_what_the_sampler_does() -> None:
         assert outcome.accepted == outcome.drafted - 1 or outcome.accepted == outcome.drafted == most
         emitted[outcome.key] += outcome.accepted + 1
     assert any(outcome.accepted == outcome.drafted - 1 > 0 for outcome in policy.outcomes)
+
+
+@pytest.mark.kernel
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(RowKind), st.integers(1, 34)), min_size=1, max_size=9),
+    st.integers(1, 20),
+    st.integers(0, 2**31),
+)
+def test_the_kernel_decides_as_torch_does(shape: list[tuple[RowKind, int]], stride: int, seed: int) -> None:
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator().manual_seed(seed)
+
+    def ints(high: int, *size: int) -> torch.Tensor:
+        return torch.randint(0, high, size, generator=generator).to(device)
+
+    kinds = torch.tensor([int(kind) for kind, _ in shape], device=device)
+    counts = torch.tensor([n if kind is RowKind.VERIFY else 1 for kind, n in shape], device=device)
+    offsets = counts.cumsum(0) - counts
+    slots = torch.randperm(12, generator=generator)[: len(shape)].to(device)
+    total = int(counts.sum())
+    first = ints(90, len(shape))
+    positions = torch.cat([torch.arange(n, device=device) + f for f, n in zip(first, counts.tolist(), strict=True)])
+    confidence = torch.rand(3, 4, 16, generator=generator).to(device)
+    trace = TraceState(stride, ints(17, 3, 4), confidence, ints(3, 12), ints(60, 12) - 20, ints(90, 12))
+    other = replace(trace, cycles=trace.cycles.clone())
+    batch = (counts, offsets, slots, kinds, ints(500, total), positions, ints(500, 12, 110), int(counts.max()))
+    for ours, theirs in zip(decide_by_kernel(trace, *batch), decide_in_torch(other, *batch), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    assert torch.equal(trace.cycles, other.cycles)

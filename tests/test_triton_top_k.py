@@ -55,6 +55,26 @@ def test_a_long_row():
     assert got[0] == sorted({0, 1, 2, 3, *best.tolist(), *range(131072 - 37, 131072 - 5)})
 
 
+@pytest.mark.parametrize("ties", [False, True])
+def test_winners_of_many_chunks_are_merged_in_several_turns(ties):
+    scores = torch.rand(1, 70000, generator=torch.Generator().manual_seed(0))
+    if ties:
+        scores = (scores * 50).floor()
+    length = 70000 - 5
+    got = run(scores, [length], 2048, n_sinks=4, n_recent=32, forced=False)
+    others = scores[0, 4 : length - 32]
+    best = others.sort(descending=True, stable=True).indices[:2048] + 4
+    assert got[0] == sorted(best.tolist())
+
+
+def test_infinities_and_nan_fill_a_row_without_harm():
+    scores = torch.tensor([[float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0]])
+    assert run(scores, [7], 7) == [[0, 1, 2, 3, 4, 5, 6]]
+    assert run(scores[:, 2:], [5], 2) == [[0, 4]]
+    (some,) = run(scores, [7], 3)
+    assert len(set(some)) == 3
+
+
 def test_more_forced_than_wanted_is_refused():
     with pytest.raises(UserError, match="cannot hold 4 sinks and 8 recent"):
         run(torch.rand(1, 20), [20], 10, n_sinks=4, n_recent=8)
@@ -70,7 +90,7 @@ positions = st.lists(st.integers(0, 60), max_size=20, unique=True).map(sorted)
     st.tuples(st.integers(0, 61), st.integers(0, 61)),
 )
 def test_union_of_two_lists(first, second, limits):
-    """Two layers, two slots, both layers served by the second of two other lists."""
+    """Two layers, two slots, both layers served by the second of two other lists; their sets lie in layers 2 and 0 of three."""
 
     def pack(lists: list[list[list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.full((len(lists), 2, 20), 7, dtype=torch.int32)  # what lies past the end must not matter
@@ -86,9 +106,22 @@ def test_union_of_two_lists(first, second, limits):
 
     a, a_lengths = pack([list(layer) for layer in first])
     b, b_lengths = pack([[[], []], list(second)])
-    out, out_lengths = torch.full((2, 2, 40), -1, dtype=torch.int32, device=DEVICE), ints(-1, -1, -1, -1).view(2, 2)
-    merge_sets(a, a_lengths, b, b_lengths, ints(1, 1), ints(1, 0), ints(*limits), out=out, out_lengths=out_lengths)
-    for layer in range(2):
+    out, out_lengths = torch.full((3, 2, 40), -1, dtype=torch.int32, device=DEVICE), ints(*[-1] * 6).view(3, 2)
+    merge_sets(
+        a, a_lengths, b, b_lengths, ints(1, 1), ints(1, 0), ints(*limits), layers=ints(2, 0), out=out, out_lengths=out_lengths
+    )  # fmt: skip
+    assert (out_lengths[1] == -1).all()
+    assert (out[1] == -1).all()
+    for layer, place in enumerate((2, 0)):
         for slot in range(2):
             want = sorted({p for p in (*first[layer][slot], *second[slot]) if p < limits[slot]})
-            assert out[layer, slot, : out_lengths[layer, slot]].tolist() == want
+            assert out[place, slot, : out_lengths[place, slot]].tolist() == want
+
+
+def test_union_with_lists_of_no_room():
+    first = torch.tensor([[[1, 5, 9]]], dtype=torch.int32, device=DEVICE)
+    none = torch.zeros(1, 1, 0, dtype=torch.int32, device=DEVICE)
+    zero, three = (torch.tensor([[n]], dtype=torch.int32, device=DEVICE) for n in (0, 3))
+    out = torch.zeros(1, 1, 3, dtype=torch.int32, device=DEVICE)
+    merge_sets(first, three, none, zero, zero[0], zero[0], three[0] + 5, out=out, out_lengths=(n := zero.clone()))
+    assert out[0, 0, : n[0, 0]].tolist() == [1, 5]

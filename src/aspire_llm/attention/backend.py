@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from aspire_llm.models.decoder import Attend
 from aspire_llm.request import RowKind
 
 
@@ -53,10 +54,28 @@ class AttentionPlan(Protocol):
         """
         ...
 
+    def score_store(self, layers: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
+        """Where `scores_of` reads, for kernels that read there too: float32 [N, ≥ R, ≥ longest], valid until the next plan, and
+        int64 [len(layers)], which of the N each layer is. None: not kept like this."""
+        ...
+
     @property
     def row_reads(self) -> Tensor:
         """int64 [R], on the device: KV tokens that each row read, summed over the layers run so far."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScores:
+    """Scores of some rows of a step, as a selector is given them. Called, it copies those of `layers`."""
+
+    plan: AttentionPlan
+    rows: Tensor  # int64 [R], on the device: scored rows of the batch
+    longest: int  # no row has tokens at or past this position
+
+    def __call__(self, layers: tuple[int, ...]) -> Tensor:
+        """float32 [len(layers), R, longest], see `AttentionPlan.scores_of`."""
+        return self.plan.scores_of(layers, self.rows, self.longest)
 
 
 P = TypeVar("P", bound=AttentionPlan)
@@ -71,4 +90,8 @@ class Backend(Protocol[P]):
         q: [T, query heads, D]; k, v: [T, KV heads, D], rope applied. Returns [T, query heads, D].
         Query head h reads KV head h // (query heads / KV heads).
         """
+        ...
+
+    def attention(self, plan: P) -> Attend:
+        """`run` of one step, as a decoder takes it."""
         ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from aspire_llm.attention.backend import AttentionBatch
 from aspire_llm.cache.pool import KVPool
+from aspire_llm.models.decoder import Attend
 
 # From this many query tokens on, fused attention that never stores the probabilities is faster (measured on a CPU).
 FUSED_QUERY_TOKENS = 32
@@ -68,6 +70,9 @@ class ReferencePlan:
     def scores_of(self, layers: tuple[int, ...], rows: Tensor, longest: int) -> Tensor:
         places = torch.tensor([self.score_rows.get(row, 0) for row in rows.tolist()], device=self.device)
         return torch.stack([self.scores[layer][places, :longest] for layer in layers])
+
+    def score_store(self, layers: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
+        return None
 
     @property
     def row_reads(self) -> Tensor:
@@ -170,6 +175,10 @@ class ReferenceBackend:
         )
         reads = (set_lengths + (tail_end - tail_start)).tolist()
         return SparseRows([i for i, _ in rows], tokens, real, places, visible, reads)
+
+    def attention(self, plan: ReferencePlan) -> Attend:
+        """As `Backend.attention`."""
+        return partial(self.run, plan)
 
     def run(self, plan: ReferencePlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.pool.write(layer, plan.write_places, k, v)

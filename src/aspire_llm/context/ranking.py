@@ -5,9 +5,12 @@ On a GPU the work is done by kernels (attention/triton/top_k.py), which tests ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from aspire_llm.attention.backend import StoredScores
 from aspire_llm.context.state import ContextState
 
 NUM_SINKS = 4  # the first positions, which every model attends to (StreamingLLM)
@@ -26,7 +29,7 @@ def top_positions(scores: Tensor, lengths: Tensor, budget: int, *, sinks: int, r
     Returns int [..., min(budget, P)] and int [...], how many of them (from the front) are real.
     """
     if scores.is_cuda:
-        return _top_k(scores, lengths, budget, sinks, recent)
+        return _top_k(scores, lengths, budget, sinks, recent, forced=True)
     positions = torch.arange(scores.shape[-1], device=scores.device)
     lengths = lengths[..., None]
     forced = (positions < sinks) | (positions >= lengths - recent)
@@ -36,17 +39,54 @@ def top_positions(scores: Tensor, lengths: Tensor, budget: int, *, sinks: int, r
 
 
 def best_unforced(scores: Tensor, lengths: Tensor, count: int, *, sinks: int, recent: int) -> tuple[Tensor, Tensor]:
-    """As `top_positions`, but sinks and recent positions are not sought: somebody else has them already.
-
-    Where too few others are left, some of them may come all the same; `union_into` counts them once.
-    """
+    """As `top_positions`, but sinks and recent positions are left out: somebody else has them already. Fewer than `count` are
+    real where too few others are left."""
+    if scores.is_cuda:
+        return _top_k(scores, lengths, count, sinks, recent, forced=False)
     positions = torch.arange(scores.shape[-1], device=scores.device)
     forced = (positions < sinks) | (positions >= lengths[..., None] - recent)
     ranked = scores.masked_fill(forced, -1.0)
-    if scores.is_cuda:
-        return _top_k(ranked, lengths, count, 0, 0)
     best = ranked.topk(min(count, scores.shape[-1]), dim=-1).indices
     return best, (lengths - sinks - recent).clamp(min=0, max=best.shape[-1])
+
+
+def choose_into(
+    sets: Tensor,
+    set_lengths: Tensor,
+    set_layers: Tensor,
+    scores: Callable[[tuple[int, ...]], Tensor],
+    layers: tuple[int, ...],
+    slots: Tensor,
+    lengths: Tensor,
+    count: int,
+    *,
+    sinks: int,
+    recent: int,
+    forced: bool,
+    tail_starts: Tensor | None = None,
+) -> None:
+    """The `count` best positions of each of `layers`, as `top_positions` (if `forced`) or `best_unforced`, put in their place.
+
+    sets: int32 [L', S, ≥ count]; set_lengths: int32 [L', S]; set_layers: int64 [len(layers)], where in them each layer's are.
+    slots: int64 [R]; lengths: int64 [R]; scores: as `Selector.renew` has them. tail_starts: int32 [S], becomes `lengths`.
+    Where a backend's kernels left the scores, they are read in place, and nothing is copied.
+    """
+    store = scores.plan.score_store(layers) if isinstance(scores, StoredScores) else None
+    if isinstance(scores, StoredScores) and store is not None:
+        from aspire_llm.attention.triton.top_k import top_k_stored
+
+        top_k_stored(
+            *store, scores.rows, scores.longest, lengths, count, n_sinks=sinks, n_recent=recent, forced=forced,
+            out=sets, counts=set_lengths, out_layers=set_layers, slots=slots, tails=tail_starts,
+        )  # fmt: skip
+        return
+    stacked = scores(layers)
+    choose = top_positions if forced else best_unforced
+    best, counts = choose(stacked, lengths.expand(stacked.shape[:2]), count, sinks=sinks, recent=recent)
+    sets[set_layers[:, None], slots[None, :], : best.shape[2]] = best.int()
+    set_lengths[set_layers[:, None], slots[None, :]] = counts.int()
+    if tail_starts is not None:
+        tail_starts[slots] = lengths.to(torch.int32)
 
 
 def union_into(
@@ -63,12 +103,11 @@ def union_into(
     serves a layer. layers: int64 [L], whose sets these are; None: all of the state's, in order. Positions at or past the
     tail, and repeats, are left out.
     """
-    if slots.is_cuda and layers is None:
+    if slots.is_cuda:
         from aspire_llm.attention.triton.top_k import merge_sets
 
-        merge_sets(
-            *first, *second, source, slots.int(), state.tail_starts, out=state.sets, out_lengths=state.set_lengths
-        )
+        limits, out, out_lengths = state.tail_starts, state.sets, state.set_lengths
+        merge_sets(*first, *second, source, slots, limits, layers=layers, out=out, out_lengths=out_lengths)
         return
     both = torch.cat([first[0][:, slots], second[0][:, slots][source]], dim=-1)  # [L, R, A + B]
     counts = first[1][:, slots], second[1][:, slots][source]
@@ -88,13 +127,15 @@ def union_into(
         state.store_layers(layers, slots, ordered, lengths)
 
 
-def _top_k(scores: Tensor, lengths: Tensor, count: int, sinks: int, recent: int) -> tuple[Tensor, Tensor]:
+def _top_k(
+    scores: Tensor, lengths: Tensor, count: int, sinks: int, recent: int, *, forced: bool
+) -> tuple[Tensor, Tensor]:
     from aspire_llm.attention.triton.top_k import top_k
 
     shape, longest = scores.shape[:-1], scores.shape[-1]
     rows = scores.reshape(-1, longest)
     out = torch.empty(rows.shape[0], count, dtype=torch.int32, device=scores.device)
     counts = torch.empty(rows.shape[0], dtype=torch.int32, device=scores.device)
-    flat_lengths = lengths.expand(shape).reshape(-1).int().clamp(max=longest)
-    top_k(rows, flat_lengths, count, n_sinks=sinks, n_recent=recent, out=out, counts=counts)
+    flat_lengths = lengths.expand(shape).reshape(-1)
+    top_k(rows, flat_lengths, count, n_sinks=sinks, n_recent=recent, forced=forced, out=out, counts=counts)
     return out.view(*shape, count), counts.view(shape)

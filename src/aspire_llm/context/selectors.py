@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aspire_llm.context.ranking import best_unforced, forced_counts, top_positions, union_into
+from aspire_llm.context.ranking import choose_into, forced_counts, top_positions, union_into
 from aspire_llm.context.state import ContextState
 from aspire_llm.errors import UserError
 from aspire_llm.request import RowKind
 
 Scores = Callable[[tuple[int, ...]], Tensor]
-"""layers -> float32 [len(layers), R, positions]: mean attention probabilities of R requests, as the backend left them."""
+"""layers -> float32 [len(layers), R, positions]: mean attention probabilities of R requests, as the backend left them.
+An engine gives a `StoredScores`, by which `choose_into` can read them without a copy."""
 
 
 class Selector(Protocol):
@@ -139,8 +140,9 @@ class VerifiedSelector:
     refresh_layers: tuple[int, ...] = ()
     prompt_queries = 1
 
-    def __init__(self, score_layers: Sequence[int]) -> None:
+    def __init__(self, score_layers: Sequence[int], device: torch.device) -> None:
         self.score_layers = tuple(score_layers)
+        self._layers = torch.tensor(self.score_layers, device=device)
 
     def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
         weights = [0.0] * num_tokens
@@ -154,12 +156,10 @@ class VerifiedSelector:
         self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]
     ) -> None:
         sinks, recent = forced_counts(state.budget)
-        stacked = scores(self.score_layers)
-        sets, counts = top_positions(
-            stacked, lengths.expand(stacked.shape[:2]), state.budget, sinks=sinks, recent=recent
-        )
-        store_by_layer(state, slots, self.score_layers, sets, counts)
-        state.tail_starts[slots] = lengths.to(torch.int32)
+        choose_into(
+            state.sets, state.set_lengths, self._layers, scores, self.score_layers, slots, lengths, state.budget,
+            sinks=sinks, recent=recent, forced=True, tail_starts=state.tail_starts,
+        )  # fmt: skip
 
     def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
         pass
@@ -183,7 +183,7 @@ class RefreshedSelector(VerifiedSelector):
         verified_share: float,
         device: torch.device,
     ) -> None:
-        super().__init__(score_layers)
+        super().__init__(score_layers, device)
         self.refresh_layers = tuple(refresh_layers)
         self.num_verified = min(budget, max(1, round(budget * verified_share)))
         self.num_refreshed = budget - self.num_verified
@@ -193,16 +193,15 @@ class RefreshedSelector(VerifiedSelector):
             for layer in score_layers
         ]
         self._served_by = torch.tensor(nearest, dtype=torch.int32, device=device)
-        self._layers = (
-            None if tuple(score_layers) == tuple(range(num_layers)) else torch.tensor(score_layers, device=device)
-        )
+        self._all_layers = self.score_layers == tuple(range(num_layers))
+        self._lists = torch.arange(max(len(score_layers), len(refresh_layers)), device=device)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._verified = ints(len(score_layers), num_slots, self.num_verified)
         self._verified_counts = ints(len(score_layers), num_slots)
-        self._refreshed = ints(len(refresh_layers), num_slots, max(1, self.num_refreshed))
+        self._refreshed = ints(len(refresh_layers), num_slots, self.num_refreshed)
         self._refreshed_counts = ints(len(refresh_layers), num_slots)
 
     def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
@@ -214,30 +213,25 @@ class RefreshedSelector(VerifiedSelector):
         self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]
     ) -> None:
         sinks, recent = forced_counts(self.num_verified)
-        stacked = scores(self.score_layers)
-        sets, counts = top_positions(
-            stacked, lengths.expand(stacked.shape[:2]), self.num_verified, sinks=sinks, recent=recent
-        )
-        self._verified[:, slots, : sets.shape[2]] = sets.int()
-        self._verified_counts[:, slots] = counts.int()
-        state.tail_starts[slots] = lengths.to(torch.int32)
+        choose_into(
+            self._verified, self._verified_counts, self._lists[: len(self.score_layers)], scores, self.score_layers,
+            slots, lengths, self.num_verified, sinks=sinks, recent=recent, forced=True, tail_starts=state.tail_starts,
+        )  # fmt: skip
         self.refresh(state, slots, lengths, scores)
 
     def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
         if self.num_refreshed:
             sinks, recent = forced_counts(self.num_verified)  # already in the verified part
-            stacked = scores(self.refresh_layers)
-            best, counts = best_unforced(
-                stacked, lengths.expand(stacked.shape[:2]), self.num_refreshed, sinks=sinks, recent=recent
-            )
-            self._refreshed[:, slots, : best.shape[2]] = best.int()
-            self._refreshed_counts[:, slots] = counts.int()
+            choose_into(
+                self._refreshed, self._refreshed_counts, self._lists[: len(self.refresh_layers)], scores, self.refresh_layers,
+                slots, lengths, self.num_refreshed, sinks=sinks, recent=recent, forced=False,
+            )  # fmt: skip
         union_into(
             (self._verified, self._verified_counts),
             (self._refreshed, self._refreshed_counts),
             self._served_by,
             slots,
-            self._layers,
+            None if self._all_layers else self._layers,
             state,
         )
 
@@ -267,7 +261,7 @@ def make_selector(
     if name == "snapkv":
         return SnapKVSelector(full)
     if name == "verified":
-        return VerifiedSelector(full)
+        return VerifiedSelector(full, device)
     if name == "refreshed":
         if refresh_layers is None:
             refresh_layers = [full[max(0, len(full) - 2)]]

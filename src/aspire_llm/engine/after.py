@@ -14,24 +14,20 @@ from aspire_llm.engine.upload import Array
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """int64 index lists. Q rows sample, with N logits in all; F prefill rows; V rows renew their context, D refresh it."""
+    """R rows. Q of them sample, with N logits in all; V renew their context, D refresh it."""
 
-    sampled_tokens: Tensor  # [N]: tokens of the flat batch that get logits
-    token_slots: Tensor  # [N]
-    token_kinds: Tensor  # [N]
-    token_places: Tensor  # [N]: place in the row; of a PREFILL token its position
-    slots: Tensor  # [Q]
-    kinds: Tensor  # [Q]
-    prefill_slots: Tensor  # [F]
-    prefill_ends: Tensor  # [F]: positions that are exact after the step
-    renewed_rows: Tensor  # [V]: of the batch
-    renewed_slots: Tensor  # [V]
-    refreshed_rows: Tensor  # [D]
-    refreshed_slots: Tensor  # [D]
+    places: Tensor  # int32 [R]: which of the Q each row is; -1: none
+    sampled_tokens: Tensor  # int64 [N]: tokens of the flat batch that get logits
+    renewed_rows: Tensor  # int64 [V]: of the batch
+    renewed_slots: Tensor  # int64 [V]
+    refreshed_rows: Tensor  # int64 [D]
+    refreshed_slots: Tensor  # int64 [D]
 
 
 @dataclass(frozen=True, slots=True)
 class AfterForward:
+    num_logits: int  # N
+    all_sampled: bool  # every token of the batch gets logits: there are no prompts in it
     renewed: Ints  # [V]
     refreshed: Ints  # [D]
     arrays: tuple[Array, ...]  # in the order of OnDevice's fields
@@ -39,24 +35,21 @@ class AfterForward:
     @staticmethod
     def of(rows: Columns, updates: Bools) -> AfterForward:
         """updates [R]: whether the row's attention renews or refreshes its request's context."""
-        prefills = rows.prefills
-        sampling = np.flatnonzero(rows.samples)
-        # of a prompt's chunk the last token alone gets logits, and its place is its position
-        num_logits = np.where(prefills, 1, rows.counts)[sampling]
-        row = np.repeat(sampling, num_logits)
-        within = np.arange(len(row)) - np.repeat(np.cumsum(num_logits) - num_logits, num_logits)
-        within += np.where(prefills, rows.counts - 1, 0)[row]
-        renewed = np.flatnonzero(updates & ~rows.drafts)
-        refreshed = np.flatnonzero(updates & rows.drafts)
-        slots, kinds = rows.slots, rows.kinds
-        arrays = (
-            *(rows.offsets[row] + within, slots[row], kinds[row], within + np.where(prefills, rows.starts, 0)[row]),
-            *(slots[sampling], kinds[sampling]),
-            *(slots[prefills], (rows.starts + rows.counts)[prefills]),
-            *(renewed, slots[renewed]),
-            *(refreshed, slots[refreshed]),
+        num_logits = rows.num_logits
+        total = int(num_logits.sum())
+        # the last of each row's tokens
+        skipped = rows.offsets + rows.counts - num_logits - (np.cumsum(num_logits) - num_logits)
+        sampled_tokens = np.arange(total) + np.repeat(skipped, num_logits)
+        places = np.where(rows.samples, np.cumsum(rows.samples) - 1, -1).astype(np.int32)
+        drafts = rows.drafts
+        renewed, refreshed = np.flatnonzero(updates & ~drafts), np.flatnonzero(updates & drafts)
+        return AfterForward(
+            num_logits=total,
+            all_sampled=total == rows.num_tokens,
+            renewed=renewed,
+            refreshed=refreshed,
+            arrays=(places, sampled_tokens, renewed, rows.slots[renewed], refreshed, rows.slots[refreshed]),
         )
-        return AfterForward(renewed, refreshed, arrays)
 
     def on_device(self, arrays: Sequence[Tensor]) -> OnDevice:
         return OnDevice(*arrays)

@@ -13,6 +13,7 @@ from aspire_llm.scheduler.plan import Row
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +31,24 @@ class Columns:
     @staticmethod
     def of(rows: Sequence[Row]) -> Columns:
         def ints(values: list[int]) -> Ints:
-            return np.array(values, dtype=np.int64)
+            return np.fromiter(values, np.int64, len(values))
 
         counts = ints([row.num_tokens for row in rows])
+        # by way of bytes: numpy is slow with the members of an enumeration
+        kinds = np.frombuffer(bytes([row.kind for row in rows]), np.uint8).astype(np.int64)
         return Columns(
             slots=ints([row.slot for row in rows]),
-            kinds=ints([row.kind for row in rows]),
+            kinds=kinds,
             counts=counts,
             offsets=np.cumsum(counts) - counts,
             starts=ints([row.start for row in rows]),
             reaches=ints([row.reach for row in rows]),
-            samples=np.array([row.samples for row in rows], dtype=bool),
+            samples=np.frombuffer(bytes([row.samples for row in rows]), np.bool_),
         )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
 
     @property
     def drafts(self) -> Bools:
@@ -54,6 +61,12 @@ class Columns:
     @property
     def prefills(self) -> Bools:
         return _are(self.kinds, RowKind.PREFILL)
+
+    @property
+    def num_logits(self) -> Ints:
+        """[R]: tokens of each row that get logits; of a prompt's chunk the last one alone, and that only where it samples."""
+        tokens: Ints = np.where(self.prefills, 1, self.counts) * self.samples
+        return tokens
 
 
 def _are(kinds: Ints, kind: RowKind) -> Bools:

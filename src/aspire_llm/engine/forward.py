@@ -8,18 +8,17 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from aspire_llm.attention.backend import AttentionBatch, AttentionPlan, Backend
 from aspire_llm.context.state import ContextState
-from aspire_llm.engine.columns import Columns
+from aspire_llm.engine.columns import Columns, Floats
+from aspire_llm.engine.slot_ops import StepRows, gather
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.engine.upload import Array
 from aspire_llm.models.decoder import Decoder
 from aspire_llm.request import RowKind
 
-Floats = NDArray[np.float32]
 KINDS = tuple(RowKind)
 
 
@@ -32,59 +31,50 @@ class Described:
     scored_rows: tuple[int, ...]
     num_scored_tokens: int
     scores_verified: bool  # whether any scored row is no draft
-    # slots, kinds, prefill starts: int64 [R]; row offsets: int32 [R + 1]; row of token, place in row: int64 [T];
-    # score weights: float32 [T]
-    arrays: tuple[Array, ...]
+    arrays: tuple[Array, ...]  # those of StepRows, int32; then score weights, float32 [T]
 
 
-def describe(rows: Columns, weights: Sequence[Floats], pad_rows: int, pad_tokens: int, scratch_slot: int) -> Described:
-    """weights: score weights of each row's tokens. pad_rows, pad_tokens: sizes to pad to, with rows of no tokens in the
-    scratch slot and tokens that belong to the last of them."""
-    num_rows, counts = len(rows.counts), rows.counts
-    total = int(counts.sum())
-    slots = np.full(max(pad_rows, num_rows), scratch_slot, dtype=np.int64)
-    kinds = np.full(len(slots), int(RowKind.PREFILL), dtype=np.int64)
-    starts = np.zeros(len(slots), dtype=np.int64)
+def describe(rows: Columns, weights: Floats, pad_rows: int, pad_tokens: int, scratch_slot: int) -> Described:
+    """weights: score weight of each token. pad_rows, pad_tokens: sizes to pad to, with rows of no tokens in the scratch slot
+    and tokens behind the last of them."""
+    num_rows, total = len(rows.counts), len(weights)
+    size = max(pad_rows, num_rows)
+    slots = np.full(size, scratch_slot, dtype=np.int32)
+    kinds = np.full(size, int(RowKind.PREFILL), dtype=np.int32)
+    starts = np.zeros(size, dtype=np.int32)
     slots[:num_rows], kinds[:num_rows], starts[:num_rows] = rows.slots, rows.kinds, rows.starts
-    offsets = np.full(len(slots) + 1, total, dtype=np.int32)
+    offsets = np.full(size + 1, total, dtype=np.int32)
     offsets[:num_rows] = rows.offsets
-    num_tokens = max(pad_tokens, total)
-    row_of_token = np.full(num_tokens, len(slots) - 1, dtype=np.int64)
-    row_of_token[:total] = np.repeat(np.arange(num_rows), counts)
-    within = np.zeros(num_tokens, dtype=np.int64)
-    within[:total] = np.arange(total) - np.repeat(rows.offsets, counts)
-    score = np.zeros(num_tokens, dtype=np.float32)
-    score[:total] = np.concatenate(weights)
-    scored = np.unique(row_of_token[np.flatnonzero(score)])
+    padded = np.zeros(max(pad_tokens, total), dtype=np.float32)
+    padded[:total] = weights
+    scored_tokens = np.flatnonzero(weights)
+    scored = np.unique(np.searchsorted(rows.offsets, scored_tokens, side="right") - 1)
     return Described(
-        kinds=tuple(KINDS[kind] for kind in rows.kinds.tolist()),
-        num_tokens=tuple(counts.tolist()),
+        kinds=tuple(map(KINDS.__getitem__, rows.kinds.tolist())),
+        num_tokens=tuple(rows.counts.tolist()),
         scored_rows=tuple(scored.tolist()),
-        num_scored_tokens=int(np.count_nonzero(score)),
+        num_scored_tokens=len(scored_tokens),
         scores_verified=bool((rows.kinds[scored] != int(RowKind.DRAFT)).any()),
-        arrays=(slots, kinds, starts, offsets, row_of_token, within, score),
+        arrays=(slots, kinds, starts, offsets, padded),
     )
 
 
-def gather(
+def batch_of(
     state: SlotState, contexts: ContextState, step: Described, arrays: Sequence[Tensor]
 ) -> tuple[Tensor, AttentionBatch]:
     """Token ids [T] and the attention batch, read from the slots on the device. arrays: those of `step`, there."""
-    slots, kinds, prefill_starts, row_offsets, row_of_token, within, weights = arrays
-    drafts = kinds == RowKind.DRAFT
-    starts = torch.where(
-        kinds == RowKind.PREFILL, prefill_starts, state.computed[slots] + state.pending[slots] * drafts
-    )
-    positions = starts[row_of_token] + within
+    *fields, weights = arrays
+    rows = StepRows(*fields)
+    gathered = gather(state, rows, len(weights))
     batch = AttentionBatch(
         kinds=step.kinds,
         num_tokens=step.num_tokens,
-        row_offsets=row_offsets,
-        slots=slots.int(),
-        starts=starts.int(),
-        positions=positions,
+        row_offsets=rows.offsets,
+        slots=rows.slots,
+        starts=gathered.starts,
+        positions=gathered.positions,
         page_table=state.page_table,
-        sparse=drafts,
+        sparse=gathered.sparse,
         sets=contexts.sets,
         set_lengths=contexts.set_lengths,
         tail_starts=contexts.tail_starts,
@@ -92,7 +82,16 @@ def gather(
         scored_rows=step.scored_rows,
         num_scored_tokens=step.num_scored_tokens,
     )
-    return state.tokens[slots[row_of_token], positions], batch
+    return gathered.token_ids, batch
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What a forward leaves; T tokens, padding included."""
+
+    hidden: Tensor  # [T, hidden], after the final norm
+    positions: Tensor  # int64 [T]
+    attention: AttentionPlan  # with its scores
 
 
 class Forward(Protocol):
@@ -105,8 +104,8 @@ class Forward(Protocol):
         """Tokens that a step of `num_tokens` is padded to."""
         ...
 
-    def run(self, step: Described, arrays: Sequence[Tensor]) -> tuple[Tensor, AttentionPlan]:
-        """Hidden states [T, hidden] after the final norm, and the attention plan with its scores."""
+    def run(self, step: Described, arrays: Sequence[Tensor]) -> Forwarded:
+        """arrays: those of `step`, on the device."""
         ...
 
 
@@ -129,9 +128,9 @@ class EagerForward:
         """Tokens that a step of `num_tokens` is padded to."""
         return num_tokens
 
-    def run(self, step: Described, arrays: Sequence[Tensor]) -> tuple[Tensor, AttentionPlan]:
-        """Hidden states [T, hidden] after the final norm, and the attention plan with its scores."""
-        token_ids, batch = gather(self._state, self._contexts, step, arrays)
+    def run(self, step: Described, arrays: Sequence[Tensor]) -> Forwarded:
+        """As `Forward.run`."""
+        token_ids, batch = batch_of(self._state, self._contexts, step, arrays)
         attention: AttentionPlan = self._backend.plan(batch)
         hidden = self._decoder(token_ids, batch.positions, self._backend.attention(attention))
-        return hidden, attention
+        return Forwarded(hidden, batch.positions, attention)

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aspire_llm.attention.backend import AttentionPlan, Backend
+from aspire_llm.attention.backend import Backend
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.columns import Columns
-from aspire_llm.engine.forward import Described, EagerForward, describe
+from aspire_llm.engine.forward import Described, EagerForward, Forwarded, describe
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.models.decoder import Decoder
 from aspire_llm.request import RowKind
@@ -40,9 +40,8 @@ def padded_size(sizes: Sequence[int], num_tokens: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Captured:
     graph: torch.cuda.CUDAGraph
-    arrays: list[Tensor]  # what the graph reads
-    hidden: Tensor
-    attention: AttentionPlan
+    inputs: list[Tensor]  # what the graph reads: see `same_type`
+    forwarded: Forwarded
 
 
 class GraphForward:
@@ -76,20 +75,20 @@ class GraphForward:
     def padded(self, num_tokens: int) -> int:
         return padded_size(self._sizes, num_tokens)
 
-    def run(self, step: Described, arrays: Sequence[Tensor]) -> tuple[Tensor, AttentionPlan]:
+    def run(self, step: Described, arrays: Sequence[Tensor]) -> Forwarded:
         """As `EagerForward.run`. The results are the graph's own buffers, good until its next replay."""
         captured = self._graphs.get((arrays[-1].shape[0], step.scores_verified))
         if captured is None:
             return self._eager.run(step, arrays)
-        torch._foreach_copy_(captured.arrays, list(arrays))
+        torch._foreach_copy_(captured.inputs, same_type(arrays))
         captured.graph.replay()
-        return captured.hidden, captured.attention
+        return captured.forwarded
 
     def _capture(self, size: int, verified: bool, pool: Any) -> Captured:
         device = self._eager.device
         rows = [Row(self._scratch, 0, RowKind.VERIFY if verified or not self._scored else RowKind.DRAFT, min(size, 2))]
         weights = np.full(rows[0].num_tokens, float(self._scored), dtype=np.float32)
-        described = describe(Columns.of(rows), [weights], self.pad_rows, size, self._scratch)
+        described = describe(Columns.of(rows), weights, self.pad_rows, size, self._scratch)
         arrays = [torch.from_numpy(array).to(device) for array in described.arrays]
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -98,5 +97,11 @@ class GraphForward:
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            hidden, attention = self._eager.run(described, arrays)
-        return Captured(graph, arrays, hidden, attention)
+            forwarded = self._eager.run(described, arrays)
+        return Captured(graph, same_type(arrays), forwarded)
+
+
+def same_type(arrays: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a step's arrays, all int32: tensors of one type are copied by one kernel."""
+    *rows, weights = arrays
+    return [*rows, weights.view(torch.int32)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from aspire_llm.engine.columns import Columns, Ints
 from aspire_llm.request import RowKind, TokenLogprobs
 from aspire_llm.sampling.batch import SampleOutput
 from aspire_llm.scheduler.plan import RowResult, StepPlan, StepResult
@@ -46,6 +48,7 @@ class Launched:
     def __init__(
         self,
         plan: StepPlan,
+        columns: Columns,
         sampled: SampleOutput | None,
         row_reads: Tensor,  # int64 [≥ R]
         prompts: Mapping[int, Sequence[TokenLogprobs]],
@@ -53,47 +56,52 @@ class Launched:
         clock: StepClock,
     ) -> None:
         self._plan = plan
+        self._columns = columns
         self._sampled = sampled
         self._prompts = prompts
         self._num_layers = num_layers
         self._clock = clock
-        wanted = (
-            [row_reads] if sampled is None else [row_reads, sampled.tokens, sampled.num_emitted, sampled.confidence]
-        )
+        wanted = [row_reads]
+        if sampled is not None:
+            wanted += [sampled.tokens, sampled.num_emitted, sampled.confidence]
         self._fetched = [fetch(tensor) for tensor in wanted]
         clock.stop()
 
     def result(self) -> StepResult:
         """Waits for the step; call it once."""
         seconds = self._clock.wait()
-        reads, *sampled = (tensor.tolist() for tensor in self._fetched)
-        by_kind: dict[RowKind, int] = defaultdict(int)
-        checked = 0
-        for row, read in zip(self._plan.rows, reads, strict=False):
-            by_kind[row.kind] += read
-            checked += read if row.kind is RowKind.VERIFY and row.num_tokens > 1 else 0
-        rows = self._rows(*sampled) if sampled else self._rows([], [], [])
-        return StepResult(rows, seconds, dict(by_kind), self._num_layers, checked)
+        reads, *sampled = (tensor.numpy() for tensor in self._fetched)
+        by_kind, checked = self._reads(reads)
+        results = [RowResult(row.slot, row.epoch) for row in self._plan.rows]
+        if sampled:
+            self._add_sampled([results[i] for i in np.flatnonzero(self._columns.samples).tolist()], *sampled)
+        for i, logprobs in self._prompts.items():
+            results[i].prompt_logprobs = tuple(logprobs)
+        return StepResult(tuple(results), seconds, by_kind, self._num_layers, checked)
 
-    def _rows(self, tokens: list[list[int]], emitted: list[int], confidence: list[float]) -> tuple[RowResult, ...]:
-        results = []
-        j = 0
-        for i, row in enumerate(self._plan.rows):
-            result = RowResult(row.slot, row.epoch)
-            if self._prompts:
-                result.prompt_logprobs = tuple(self._prompts.get(i, ()))
-            if row.samples and self._sampled is not None:
-                result.token_ids = tuple(tokens[j][: emitted[j]])
-                result.confidence = confidence[j]
-                if row.kind is RowKind.VERIFY:
-                    result.num_accepted = emitted[j] - 1
-                if self._sampled.logprobs:
-                    result.logprobs = tuple(self._sampled.logprobs.get(j, ()))
-                if self._sampled.errors:
-                    result.error = self._sampled.errors.get(j)
-                j += 1
-            results.append(result)
-        return tuple(results)
+    def _reads(self, reads: Ints) -> tuple[dict[RowKind, int], int]:
+        """KV tokens read, by kind of row; and those of verifications of drafts."""
+        rows = self._columns
+        reads = reads[: len(rows.kinds)]
+        kinds = ((RowKind.PREFILL, rows.prefills), (RowKind.DRAFT, rows.drafts), (RowKind.VERIFY, rows.verifies))
+        by_kind = {kind: int(reads[chosen].sum()) for kind, chosen in kinds if chosen.any()}
+        return by_kind, int(reads[rows.verifies & (rows.counts > 1)].sum())
+
+    def _add_sampled(
+        self, results: Sequence[RowResult], tokens: Ints, num_emitted: Ints, confidence: NDArray[np.float32]
+    ) -> None:
+        """results: of the rows that sample, in order."""
+        assert self._sampled is not None
+        accepted = np.where(self._columns.verifies[self._columns.samples], num_emitted - 1, 0)
+        columns = (tokens.tolist(), num_emitted.tolist(), accepted.tolist(), confidence.tolist())
+        for result, ids, emitted, held, sure in zip(results, *columns, strict=True):
+            result.token_ids = tuple(ids[:emitted])
+            result.num_accepted = held
+            result.confidence = sure
+        for i, logprobs in self._sampled.logprobs.items():
+            results[i].logprobs = tuple(logprobs)
+        for i, error in self._sampled.errors.items():
+            results[i].error = error
 
 
 def fetch(tensor: Tensor) -> Tensor:

@@ -7,19 +7,20 @@ work and returns; `Launched.result` waits for it. On a GPU the next step may be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from aspire_llm.attention.backend import AttentionPlan
+from aspire_llm.attention.backend import AttentionPlan, StoredScores
 from aspire_llm.context.selectors import Selector
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.after import AfterForward, OnDevice
-from aspire_llm.engine.columns import Bools, Columns
-from aspire_llm.engine.forward import Floats, Forward, describe
+from aspire_llm.engine.columns import Bools, Columns, Floats, Ints
+from aspire_llm.engine.forward import Forward, Forwarded, describe
 from aspire_llm.engine.launched import Launched, StepClock
+from aspire_llm.engine.slot_ops import StepRows, settle
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.engine.upload import Array, Uploader
 from aspire_llm.models.decoder import Decoder
@@ -27,7 +28,7 @@ from aspire_llm.request import RowKind, TokenLogprobs
 from aspire_llm.sampling.batch import SampleBatch, SampleOutput
 from aspire_llm.sampling.logprobs import token_logprobs
 from aspire_llm.sampling.sampler import Sampler
-from aspire_llm.scheduler.plan import Row, StepPlan, StepResult
+from aspire_llm.scheduler.plan import PageWrite, StepPlan, StepResult
 
 PLAIN_STEPS = (
     16  # a request that does not draft has its context renewed once in so many steps; the tail covers the others
@@ -59,7 +60,7 @@ class Runner:
         self._drafting = np.zeros(state.num_slots, dtype=bool)  # host: the request in this slot may draft
         # host: verifications without drafts since the context was renewed
         self._plain_steps = np.zeros(state.num_slots, dtype=np.int64)
-        self._weights: dict[tuple[int | None, int], Floats] = {}
+        self._weights: dict[tuple[int, int], Floats] = {}  # by kind and tokens of a row
         self._prompt_logprobs: list[int | None] = [None] * state.num_slots  # host: how many, for prompt tokens
         self._prompt_ends = [0] * state.num_slots  # host
 
@@ -71,49 +72,58 @@ class Runner:
         """Queue the step. The host waits for the device only if a request's sampling needs it (`Sampler.needs_host`) or asks
         for log-probabilities."""
         clock = StepClock(self.device)
-        rows = plan.rows
-        self._stage(plan)
-        columns = Columns.of(rows)
-        updates = self._context_updates(columns)
+        prompts = self._admit(plan)
+        rows = Columns.of(plan.rows)
+        updates = self._context_updates(rows)
+        weights = self._score_weights(rows, updates)
         step = describe(
-            columns,
-            self._query_weights(columns, updates),
-            self._forward.pad_rows,
-            self._forward.padded(int(columns.counts.sum())),
-            self.state.num_slots,
+            rows, weights, self._forward.pad_rows, self._forward.padded(rows.num_tokens), self.state.num_slots
         )
-        tail = AfterForward.of(columns, updates)
-        arrays = self._uploader.send([*step.arrays, *tail.arrays])
-        hidden, attention = self._forward.run(step, arrays[: len(step.arrays)])
-        there = tail.on_device(arrays[len(step.arrays) :])
-        sampled = self._sample(columns, there, hidden)
-        self._settle(there, sampled)
-        self._renew_contexts(columns, tail, there, attention)
-        prompts = self._score_prompts(rows, hidden)
-        return Launched(plan, sampled, attention.row_reads, prompts, self.decoder.config.num_layers, clock)
+        tail = AfterForward.of(rows, updates)
+        arrays = iter(
+            self._uploader.send(
+                [
+                    *step.arrays,
+                    *tail.arrays,
+                    *page_entries(plan.page_writes, self.state.page_table.shape[1]),
+                    *(tokens for _, tokens in prompts),
+                ]
+            )
+        )
+        inputs = [next(arrays) for _ in step.arrays]
+        there = tail.on_device([next(arrays) for _ in tail.arrays])
+        self._write(plan, prompts, arrays)
+        forwarded = self._forward.run(step, inputs)
+        sampled = self._sample(rows, tail, there, forwarded)
+        settle(self.state, StepRows(*inputs[:-1]), there.places, sampled)
+        self._renew_contexts(rows, tail, there, forwarded.attention)
+        scored = self._score_prompts(rows, forwarded.hidden)
+        reads = forwarded.attention.row_reads
+        return Launched(plan, rows, sampled, reads, scored, self.decoder.config.num_layers, clock)
 
     # ---- before the forward
 
-    def _stage(self, plan: StepPlan) -> None:
-        """Write what the scheduler gave: new tenants of slots, new pages."""
-        state = self.state
-        writes: list[tuple[Tensor, Array]] = []
+    def _admit(self, plan: StepPlan) -> list[tuple[int, Ints]]:
+        """New tenants of slots: all that is known of them but their tokens, which are returned, by slot."""
+        prompts = []
         for new in plan.admissions:
-            known = np.array(new.token_ids, dtype=np.int64)
-            writes.append((state.tokens[new.slot, : len(known)], known))
-            state.computed[new.slot] = new.num_computed
-            state.pending[new.slot] = 0
+            prompts.append((new.slot, np.array(new.token_ids, dtype=np.int64)))
+            self.state.computed[new.slot] = new.num_computed
+            self.state.pending[new.slot] = 0
             self.sampler.admit(new.slot, new.params, new.seed, new.prompt_token_ids, new.eos_token_ids)
             self._drafting[new.slot] = self.selector is not None and new.params.draft
             self._prompt_logprobs[new.slot] = new.params.prompt_logprobs
             self._plain_steps[new.slot] = 0
             self._prompt_ends[new.slot] = len(new.prompt_token_ids)
-        for write in plan.page_writes:
-            place = state.page_table[write.slot, write.first : write.first + len(write.pages)]
-            writes.append((place, np.array(write.pages, dtype=np.int32)))
-        if writes:
-            for (place, _), values in zip(writes, self._uploader.send([values for _, values in writes]), strict=True):
-                place.copy_(values)
+        return prompts
+
+    def _write(self, plan: StepPlan, prompts: Sequence[tuple[int, Ints]], arrays: Iterable[Tensor]) -> None:
+        """New pages and new tenants' tokens into the slots. arrays: on the device, those of `page_entries` and the tokens."""
+        places, pages, *tokens = arrays
+        if plan.page_writes:
+            self.state.page_table.view(-1)[places] = pages
+        for (slot, _), known in zip(prompts, tokens, strict=True):
+            self.state.tokens[slot, : len(known)] = known
 
     def _context_updates(self, rows: Columns) -> Bools:
         """[R]: whether the row's attention renews or refreshes its request's context. Plain decoding must stay as cheap as it
@@ -125,65 +135,49 @@ class Runner:
         self._plain_steps[rows.slots[updates]] = 0
         return updates
 
-    def _query_weights(self, rows: Columns, updates: Bools) -> list[Floats]:
-        """Score weights of each row's tokens."""
-        return [
-            self._weights_of(kind if update else None, count)
-            for kind, count, update in zip(rows.kinds.tolist(), rows.counts.tolist(), updates.tolist(), strict=True)
-        ]
+    def _score_weights(self, rows: Columns, updates: Bools) -> Floats:
+        """[T]: score weight of each token; 0 in rows whose context is not updated."""
+        weights = np.zeros(rows.num_tokens, dtype=np.float32)
+        updating = np.flatnonzero(updates)
+        alike: dict[tuple[int, int], list[int]] = {}  # rows of one kind and number of tokens have the same weights
+        shapes = zip(rows.kinds[updating].tolist(), rows.counts[updating].tolist(), strict=True)
+        for offset, shape in zip(rows.offsets[updating].tolist(), shapes, strict=True):
+            alike.setdefault(shape, []).append(offset)
+        for (kind, count), offsets in alike.items():
+            weights[np.array(offsets)[:, None] + np.arange(count)] = self._weights_of(kind, count)
+        return weights
 
-    def _weights_of(self, kind: int | None, num_tokens: int) -> Floats:
-        """kind: None for a row that needs no scores. Kept, but for the many lengths of prompt chunks."""
+    def _weights_of(self, kind: int, num_tokens: int) -> Floats:
+        """The selector's answer. Kept, but for the many lengths of prompt chunks."""
+        assert self.selector is not None  # without one no context is updated
         known = self._weights.get((kind, num_tokens))
         if known is not None:
             return known
-        if self.selector is None or kind is None:
-            weights = np.zeros(num_tokens, dtype=np.float32)
-        else:
-            weights = np.array(self.selector.query_weights(RowKind(kind), num_tokens), dtype=np.float32)
+        weights = np.array(self.selector.query_weights(RowKind(kind), num_tokens), dtype=np.float32)
         if num_tokens <= KEPT_WEIGHTS:
             self._weights[kind, num_tokens] = weights
         return weights
 
     # ---- after the forward
 
-    def _sample(self, rows: Columns, there: OnDevice, hidden: Tensor) -> SampleOutput | None:
+    def _sample(self, rows: Columns, tail: AfterForward, there: OnDevice, forwarded: Forwarded) -> SampleOutput | None:
         """Logits of the rows that sample, and of no other token; then tokens from them."""
-        if not rows.samples.any():
+        if not tail.num_logits:
             return None
-        state, slots = self.state, there.token_slots
-        # a token's position follows from its slot's counters: the newest committed token stands at `computed`
-        first = torch.where(there.token_kinds == RowKind.DRAFT, state.pending[slots], 0)
-        positions = torch.where(
-            there.token_kinds == RowKind.PREFILL, there.token_places, state.computed[slots] + first + there.token_places
-        )
+        if tail.all_sampled:  # what follows them is padding
+            hidden, positions = forwarded.hidden[: tail.num_logits], forwarded.positions[: tail.num_logits]
+        else:
+            hidden, positions = forwarded.hidden[there.sampled_tokens], forwarded.positions[there.sampled_tokens]
         return self.sampler.run(
             SampleBatch(
                 kinds=rows.kinds[rows.samples],
                 slots=rows.slots[rows.samples],
-                num_tokens=np.where(rows.prefills, 1, rows.counts)[rows.samples],
-                logits=self.decoder.logits(hidden[there.sampled_tokens]),
+                num_tokens=rows.num_logits[rows.samples],
+                logits=self.decoder.logits(hidden),
                 positions=positions,
-                history=state.tokens,
+                history=self.state.tokens,
             )
         )
-
-    def _settle(self, there: OnDevice, sampled: SampleOutput | None) -> None:
-        """Counters and tokens of every slot as they are after this step. All on the device."""
-        state = self.state
-        if there.prefill_slots.numel():
-            state.computed[there.prefill_slots] = there.prefill_ends
-        if sampled is None:
-            return
-        slots = there.slots
-        drafts, verifies = there.kinds == RowKind.DRAFT, there.kinds == RowKind.VERIFY
-        # the first new token stands right behind the newest committed token, or behind the last draft
-        first = state.computed[slots] + torch.where(drafts, state.pending[slots] + 1, verifies.long())
-        columns = torch.arange(sampled.tokens.shape[1], device=self.device)
-        places = (first[:, None] + columns).masked_fill(columns >= sampled.num_emitted[:, None], state.nowhere)
-        state.tokens[slots[:, None], places] = sampled.tokens
-        state.computed[slots] += sampled.num_emitted * verifies
-        state.pending[slots] = (state.pending[slots] + 1) * drafts
 
     def _renew_contexts(self, rows: Columns, tail: AfterForward, there: OnDevice, attention: AttentionPlan) -> None:
         if self.selector is None:
@@ -196,7 +190,7 @@ class Runner:
                 self.contexts,
                 slots,
                 self.state.computed[slots],
-                lambda layers: attention.scores_of(layers, there.renewed_rows, longest),
+                StoredScores(attention, there.renewed_rows, longest),
                 ended,
             )
         if len(tail.refreshed):
@@ -206,24 +200,31 @@ class Runner:
                 self.contexts,
                 slots,
                 self.state.computed[slots],
-                lambda layers: attention.scores_of(layers, there.refreshed_rows, reach),
+                StoredScores(attention, there.refreshed_rows, reach),
             )
 
-    def _score_prompts(self, rows: Sequence[Row], hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
-        """Log-probabilities of prompt tokens, for the rows that ask; logits of a few tokens at a time."""
+    def _score_prompts(self, rows: Columns, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """Log-probabilities of prompt tokens, by row, for the rows that ask; logits of a few tokens at a time."""
         scored: dict[int, list[TokenLogprobs]] = {}
-        offset = 0
-        for i, row in enumerate(rows):
-            top = self._prompt_logprobs[row.slot]
-            if row.kind is RowKind.PREFILL and top is not None:
-                n = max(
-                    0, min(row.num_tokens, self._prompt_ends[row.slot] - 1 - row.start)
-                )  # each scores the token after it
-                following = self.state.tokens[row.slot, row.start + 1 : row.start + 1 + n]
-                parts = scored[i] = []
-                for low in range(0, n, PROMPT_LOGPROB_TOKENS):
-                    high = min(n, low + PROMPT_LOGPROB_TOKENS)
-                    logits = self.decoder.logits(hidden[offset + low : offset + high])
-                    parts.extend(token_logprobs(logits, following[low:high], top))
-            offset += row.num_tokens
+        for row in np.flatnonzero(rows.prefills).tolist():
+            slot, offset, start = int(rows.slots[row]), int(rows.offsets[row]), int(rows.starts[row])
+            top = self._prompt_logprobs[slot]
+            if top is None:
+                continue
+            n = max(
+                0, min(int(rows.counts[row]), self._prompt_ends[slot] - 1 - start)
+            )  # each scores the token after it
+            following = self.state.tokens[slot, start + 1 : start + 1 + n]
+            parts = scored[row] = []
+            for low in range(0, n, PROMPT_LOGPROB_TOKENS):
+                high = min(n, low + PROMPT_LOGPROB_TOKENS)
+                logits = self.decoder.logits(hidden[offset + low : offset + high])
+                parts.extend(token_logprobs(logits, following[low:high], top))
         return scored
+
+
+def page_entries(writes: Sequence[PageWrite], width: int) -> tuple[Array, Array]:
+    """Where new pages belong in a flat page table of `width` entries a slot, int64; and the pages, int32. No place comes twice:
+    of two tenants of a slot in one plan the later one's page counts."""
+    entries = {write.slot * width + write.first + i: page for write in writes for i, page in enumerate(write.pages)}
+    return np.fromiter(entries.keys(), np.int64, len(entries)), np.fromiter(entries.values(), np.int32, len(entries))

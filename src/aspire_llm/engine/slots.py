@@ -18,6 +18,7 @@ class SlotState:
     ) -> None:
         rows = num_slots + 1
         self.num_slots = num_slots
+        self.on_kernels = device.type == "cuda"  # whether Triton kernels do the arithmetic (see slot_ops)
         self.computed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.pending = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(rows, max_model_len + max_drafts + 2, dtype=torch.int64, device=device)

@@ -13,6 +13,7 @@ from torch import Tensor
 Array = NDArray[Any]
 
 ALIGNMENT = 16  # bytes between arrays
+TYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 
 
 class Uploader:
@@ -21,26 +22,19 @@ class Uploader:
     def __init__(self, device: torch.device, num_buffers: int = 3) -> None:
         self._device = device
         self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * num_buffers
-        self._copied: list[torch.cuda.Event | None] = [None] * num_buffers
+        self._copied: list[torch.cuda.Event | None] = [None] * num_buffers  # None: not used yet
         self._turn = 0
 
     def send(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """Tensors of the arrays, in order, of their dtypes and shapes."""
+        """Tensors of the arrays, in order, of their dtypes; one dimension each."""
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         places, size = layout(arrays)
         buffer = self._next_buffer(size)
-        view = buffer.numpy()
-        for array, place in zip(arrays, places, strict=True):
-            view[place : place + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        pack(arrays, places, buffer)
         there = buffer[:size].to(self._device, non_blocking=True)
-        event = self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._turn = (self._turn + 1) % len(self._buffers)
-        return [
-            there[place : place + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-            for array, place in zip(arrays, places, strict=True)
-        ]
+        self._mark_copied()
+        return unpack(arrays, places, there)
 
     def _next_buffer(self, size: int) -> Tensor:
         event = self._copied[self._turn]
@@ -50,6 +44,13 @@ class Uploader:
             self._buffers[self._turn] = torch.empty(max(size, 1 << 16), dtype=torch.uint8, pin_memory=True)
         return self._buffers[self._turn]
 
+    def _mark_copied(self) -> None:
+        event = self._copied[self._turn]
+        if event is None:
+            event = self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._turn = (self._turn + 1) % len(self._buffers)
+
 
 def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
     """Where each array begins in a buffer of bytes, and the buffer's size."""
@@ -58,3 +59,19 @@ def layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
         places.append(size)
         size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     return places, max(size, ALIGNMENT)
+
+
+def pack(arrays: Sequence[Array], places: Sequence[int], buffer: Tensor) -> None:
+    """The arrays into a buffer of bytes on the host."""
+    view = buffer.numpy()
+    for array, place in zip(arrays, places, strict=True):
+        view[place : place + array.nbytes].view(array.dtype)[:] = array
+
+
+def unpack(arrays: Sequence[Array], places: Sequence[int], buffer: Tensor) -> list[Tensor]:
+    """Tensors in a copy of that buffer, of the size that `layout` gives. One slice each: this is done every step."""
+    typed = {dtype: buffer.view(TYPES[dtype]) for dtype in {array.dtype for array in arrays}}
+    return [
+        typed[array.dtype][place // array.itemsize : place // array.itemsize + len(array)]
+        for array, place in zip(arrays, places, strict=True)
+    ]

@@ -8,6 +8,7 @@ synchronisation, so it can be captured in a CUDA graph.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aspire_llm.models.config import DecoderConfig
-from aspire_llm.models.ops import Ops, PackedOps, TorchOps
+from aspire_llm.models.ops import LayerCache, Ops, PackedOps, StoringOps, TorchOps
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, query heads, D], k [T, KV heads, D], v [T, KV heads, D]) -> [T, query heads, D].
@@ -23,6 +24,21 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 q and k have rope applied and come in the decoder's dtype, unscaled: the callee multiplies q·k by `config.attention_scale`.
 All three are views with D contiguous and any stride over tokens.
 """
+
+
+class PagedAttend(ABC):
+    """An `Attend` into whose cache the decoder may write keys and values itself, which spares a launch a layer."""
+
+    @abstractmethod
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def cache(self, layer: int) -> LayerCache:
+        """Where the step's keys (rope applied) and values belong."""
+
+    @abstractmethod
+    def stored(self, layer: int, q: Tensor) -> Tensor:
+        """As the call, with keys and values in the cache already."""
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
@@ -76,9 +92,13 @@ class DecoderLayer(nn.Module):
         config = self.config
         num_q, num_kv = config.num_heads, config.num_kv_heads
         qkv = ops.linear(x, self.qkv, self.qkv_bias).view(-1, num_q + 2 * num_kv, config.head_dim)
-        q, k = ops.norm_rope(qkv[:, : num_q + num_kv], num_q, self.q_norm, self.k_norm, cos, sin, config.rms_norm_eps)
-        attended = attend(self.index, q, k, qkv[:, num_q + num_kv :]).flatten(1)
-        return ops.delta(attended, self.o, self.o_bias)
+        turn = (num_q, self.q_norm, self.k_norm, cos, sin, config.rms_norm_eps)
+        if isinstance(attend, PagedAttend) and isinstance(ops, StoringOps):
+            attended = attend.stored(self.index, ops.norm_rope_store(qkv, *turn, attend.cache(self.index)))
+        else:
+            q, k = ops.norm_rope(qkv[:, : num_q + num_kv], *turn)
+            attended = attend(self.index, q, k, qkv[:, num_q + num_kv :])
+        return ops.delta(attended.flatten(1), self.o, self.o_bias)
 
     def mlp(self, x: Tensor, ops: Ops) -> Tensor:
         return ops.delta(ops.gated(x, self.gate_up), self.down)
@@ -156,8 +176,10 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [N, hidden], rows of what `forward` returned. Returns float32 [N, vocab_size]."""
-        return self._ops.linear(hidden, self.head).float()
+        """hidden: [N, hidden], rows of what `forward` returned. Returns [N, vocab_size]: float32, or on a GPU of the decoder's
+        dtype, since they are the step's largest array and whoever reads them widens them as it does."""
+        logits = self._ops.linear(hidden, self.head)
+        return logits if logits.is_cuda else logits.float()
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each [T, 1, head_dim / 2] in the decoder's dtype: once a step, shared by all layers."""

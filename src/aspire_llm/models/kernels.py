@@ -12,6 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aspire_llm.models.ops import LayerCache, StoringOps
+
+HEADS_AT_ONCE = 8  # of a program that turns them
+
 
 @triton.jit
 def _times(a, b):
@@ -47,6 +51,37 @@ def _add_norm_kernel(
 
 
 @triton.jit
+def _normed_and_turned(
+    first, second, is_q, token, q_norm, k_norm, cos, sin, eps, NORM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr
+):
+    """Both halves [heads, HALF] of a token's heads, normed by head and turned by its position. is_q: bool [heads]."""
+    i = tl.arange(0, HALF)
+    lane = i < D // 2
+    kind = first.dtype
+    if NORM:
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+        low = tl.where(
+            is_q[:, None],
+            tl.load(q_norm + i, mask=lane, other=0.0)[None, :],
+            tl.load(k_norm + i, mask=lane, other=0.0)[None, :],
+        )
+        high = tl.where(
+            is_q[:, None],
+            tl.load(q_norm + D // 2 + i, mask=lane, other=0.0)[None, :],
+            tl.load(k_norm + D // 2 + i, mask=lane, other=0.0)[None, :],
+        )
+        first, second = _times((a * scale).to(kind), low), _times((b * scale).to(kind), high)
+    c = tl.load(cos + token * (D // 2) + i, mask=lane, other=0.0)[None, :].to(tl.float32)
+    s = tl.load(sin + token * (D // 2) + i, mask=lane, other=0.0)[None, :].to(tl.float32)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    # products are rounded before they are added, as separate operations would
+    turned = (a * c).to(kind).to(tl.float32) - (b * s).to(kind).to(tl.float32)
+    turned_too = (b * c).to(kind).to(tl.float32) + (a * s).to(kind).to(tl.float32)
+    return turned.to(kind), turned_too.to(kind)
+
+
+@triton.jit
 def _norm_rope_kernel(
     qk,  # [T, heads, D], in place
     q_norm,  # [D]
@@ -66,32 +101,78 @@ def _norm_rope_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF)
     inside = (head[:, None] < num_heads) & (i[None, :] < D // 2)
-    lane = i < D // 2
     place = qk + token * token_stride + head[:, None] * D + i[None, :]
     first = tl.load(place, mask=inside, other=0.0)
     second = tl.load(place + D // 2, mask=inside, other=0.0)
-    kind = first.dtype
-    if NORM:
-        a, b = first.to(tl.float32), second.to(tl.float32)
-        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-        is_q = (head < num_q)[:, None]
-        low = tl.where(
-            is_q, tl.load(q_norm + i, mask=lane, other=0.0)[None, :], tl.load(k_norm + i, mask=lane, other=0.0)[None, :]
-        )
-        high = tl.where(
-            is_q,
-            tl.load(q_norm + D // 2 + i, mask=lane, other=0.0)[None, :],
-            tl.load(k_norm + D // 2 + i, mask=lane, other=0.0)[None, :],
-        )
-        first, second = _times((a * scale).to(kind), low), _times((b * scale).to(kind), high)
-    c = tl.load(cos + token * (D // 2) + i, mask=lane, other=0.0)[None, :].to(tl.float32)
-    s = tl.load(sin + token * (D // 2) + i, mask=lane, other=0.0)[None, :].to(tl.float32)
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    # products are rounded before they are added, as separate operations would
-    turned = (a * c).to(kind).to(tl.float32) - (b * s).to(kind).to(tl.float32)
-    turned_too = (b * c).to(kind).to(tl.float32) + (a * s).to(kind).to(tl.float32)
-    tl.store(place, turned.to(kind), mask=inside)
-    tl.store(place + D // 2, turned_too.to(kind), mask=inside)
+    turned, turned_too = _normed_and_turned(
+        first, second, head < num_q, token, q_norm, k_norm, cos, sin, eps, NORM, D, HALF
+    )
+    tl.store(place, turned, mask=inside)
+    tl.store(place + D // 2, turned_too, mask=inside)
+
+
+@triton.jit
+def as_cached(x, factor, kind: tl.constexpr):
+    """Keys or values as a cache of dtype `kind` holds them. factor: 1 / scale of the cache."""
+    if kind == tl.float8e4nv:
+        # e4m3 has no infinity: 448 is its largest value, and anything beyond would become NaN.
+        x = tl.clamp(x.to(tl.float32) * factor, -448.0, 448.0)
+    return x.to(kind)
+
+
+@triton.jit
+def _norm_rope_store_kernel(
+    qkv,  # [T, heads, D]: queries, turned in place, keys, values
+    q_norm,  # [D]
+    k_norm,  # [D]
+    cos,  # [T, D / 2]
+    sin,  # [T, D / 2]
+    keys,  # out [KV heads, places, D], strided, D contiguous
+    values,
+    token_place,  # int64 [T], -1 for padding
+    num_q,
+    num_kv,
+    token_stride,
+    key_stride_h,
+    key_stride,
+    value_stride_h,
+    value_stride,
+    key_factor,  # 1 / scale of the cache
+    value_factor,
+    eps,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,  # power of two, at least D / 2
+    HEADS: tl.constexpr,
+):
+    """Grid (T, blocks of heads). Keys and values go to the cache alone."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    i = tl.arange(0, HALF)
+    inside = (head[:, None] < num_q + 2 * num_kv) & (i[None, :] < D // 2)
+    at = qkv + token * token_stride + head[:, None] * D + i[None, :]
+    first = tl.load(at, mask=inside, other=0.0)
+    second = tl.load(at + D // 2, mask=inside, other=0.0)
+    place = tl.load(token_place + token)
+    turned, turned_too = _normed_and_turned(
+        first, second, head < num_q, token, q_norm, k_norm, cos, sin, eps, NORM, D, HALF
+    )
+    is_q = inside & (head < num_q)[:, None]
+    tl.store(at, turned, mask=is_q)
+    tl.store(at + D // 2, turned_too, mask=is_q)
+    if place < 0:
+        return
+    is_key = inside & ((head >= num_q) & (head < num_q + num_kv))[:, None]
+    is_value = inside & (head >= num_q + num_kv)[:, None]
+    far = (head - num_q).to(tl.int64)[:, None]
+    key_at = keys + far * key_stride_h + place * key_stride + i[None, :]
+    value_at = values + (far - num_kv) * value_stride_h + place * value_stride + i[None, :]
+    key_kind: tl.constexpr = keys.dtype.element_ty
+    value_kind: tl.constexpr = values.dtype.element_ty
+    tl.store(key_at, as_cached(turned, key_factor, key_kind), mask=is_key)
+    tl.store(key_at + D // 2, as_cached(turned_too, key_factor, key_kind), mask=is_key)
+    tl.store(value_at, as_cached(first, value_factor, value_kind), mask=is_value)
+    tl.store(value_at + D // 2, as_cached(second, value_factor, value_kind), mask=is_value)
 
 
 @triton.jit
@@ -105,7 +186,7 @@ def _silu_mul_kernel(gate_up, out, n, BLOCK: tl.constexpr):
     tl.store(out + row * n + i, _times((wide / (1.0 + tl.exp(-wide))).to(gate.dtype), up), mask=inside)
 
 
-class TritonOps:
+class TritonOps(StoringOps):
     """Implements `ops.Ops`. Inputs contiguous, but for qk, which may be part of a wider matrix."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -132,12 +213,33 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         tokens, heads, dim = qk.shape
         normed = q_norm is not None and k_norm is not None
-        at_once = 8
-        _norm_rope_kernel[(tokens, triton.cdiv(heads, at_once))](
+        _norm_rope_kernel[(tokens, triton.cdiv(heads, HEADS_AT_ONCE))](
             qk, q_norm if normed else qk, k_norm if normed else qk, cos, sin, num_q, heads, qk.stride(0), eps,
-            NORM=normed, D=dim, HALF=triton.next_power_of_2(dim // 2), HEADS=at_once, num_warps=4,
+            NORM=normed, D=dim, HALF=triton.next_power_of_2(dim // 2), HEADS=HEADS_AT_ONCE, num_warps=4,
         )  # fmt: skip
         return qk[:, :num_q], qk[:, num_q:]
+
+    def norm_rope_store(
+        self,
+        qkv: Tensor,
+        num_q: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        cache: LayerCache,
+    ) -> Tensor:
+        tokens, heads, dim = qkv.shape
+        normed = q_norm is not None and k_norm is not None
+        keys, values = cache.keys, cache.values
+        _norm_rope_store_kernel[(tokens, triton.cdiv(heads, HEADS_AT_ONCE))](
+            qkv, q_norm if normed else qkv, k_norm if normed else qkv, cos, sin, keys, values, cache.token_place,
+            num_q, (heads - num_q) // 2, qkv.stride(0),
+            keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cache.key_factor, cache.value_factor, eps,
+            NORM=normed, D=dim, HALF=triton.next_power_of_2(dim // 2), HEADS=HEADS_AT_ONCE, num_warps=4,
+        )  # fmt: skip
+        return qkv[:, :num_q]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 n] -> silu(first half) × second half, [T, n]."""

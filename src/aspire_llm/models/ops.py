@@ -3,6 +3,8 @@ this."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,6 +38,35 @@ class Ops(Protocol):
         cos, sin: [T, 1, D / 2]. Returns q [T, num_q, D] and k [T, the rest, D]; qk may be overwritten.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Where one layer's keys and values of a step's tokens belong."""
+
+    keys: Tensor  # [KV heads, places, D], strided, D contiguous
+    values: Tensor
+    token_place: Tensor  # int64 [T, or longer]: the token's place, -1 for padding
+    key_factor: float  # float8 caches hold keys times this, clamped and rounded
+    value_factor: float
+
+
+class StoringOps(ABC):
+    """`Ops` that can write keys and values into a cache as they make them."""
+
+    @abstractmethod
+    def norm_rope_store(
+        self,
+        qkv: Tensor,
+        num_q: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        cache: LayerCache,
+    ) -> Tensor:
+        """As `norm_rope`, of qkv [T, num_q + 2 × KV heads, D]; keys, and values as they are, go into `cache` alone. Returns q."""
 
 
 class TorchOps:

@@ -12,7 +12,7 @@ from aspire_llm.request import RowKind
 from aspire_llm.sampling.filters import top_probability
 from aspire_llm.sampling.proposals import Proposals
 from aspire_llm.sampling.random import Purpose, exponential, keys, uniform
-from aspire_llm.sampling.rows import Rows, upload
+from aspire_llm.sampling.rows import Bools, Rows, upload
 
 _CHUNK = 1 << 24  # random numbers made at a time, which bounds the memory they take
 
@@ -33,6 +33,51 @@ class Choice:
     tokens: Tensor  # int64 [n]
     accepted: Tensor  # bool [n]: whether the draft at this place is accepted; meaningless where no draft follows
     confidence: Tensor  # float32 [n]: of DRAFT rows' tokens, else 0
+
+
+def likeliest(logits: Tensor, wanted: Bools) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row of logits [n, vocabulary], int64 [n], and its probability where `wanted` [n], float32 [n].
+    On a GPU in one read, whatever their type."""
+    if logits.is_cuda:
+        from aspire_llm.sampling.kernels import best_tokens
+
+        return best_tokens(logits)
+    probability = torch.zeros(len(logits), device=logits.device)
+    if wanted.all():
+        probability = top_probability(logits)
+    elif wanted.any():
+        (index,) = upload(logits.device, np.flatnonzero(wanted))
+        probability[index] = top_probability(logits[index])
+    return logits.argmax(1), probability
+
+
+def emitted(
+    chosen: Tensor,
+    accepted: Tensor,
+    drafts: Tensor,
+    confidence: Tensor,
+    offsets: Tensor,
+    counts: Tensor,
+    kinds: Tensor,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What rows of tokens emit: their drafts up to the first that was not accepted, and the token chosen there.
+
+    chosen, drafts: int64 [N]; accepted: bool [N]; confidence: float32 [N]; offsets, counts, kinds: int64 [R], the row's first
+    token, its tokens, and its RowKind. width: of the widest row. Returns tokens int64 [R, width], padded with 0, the number
+    that is emitted int64 [R], and of DRAFT rows the confidence of their token, else 0, float32 [R].
+    """
+    if chosen.is_cuda:
+        from aspire_llm.sampling.kernels import emit
+
+        return emit(chosen, accepted, drafts, confidence, offsets, counts, kinds, width)
+    step = torch.arange(width, device=chosen.device)
+    grid = (offsets[:, None] + step).clamp(max=len(chosen) - 1)  # [R, width]
+    has_draft = step < counts[:, None] - 1
+    taken = (accepted[grid] & has_draft).long().cumprod(1)
+    num_emitted = taken.sum(1) + 1
+    tokens = torch.where(taken.bool(), drafts[grid], chosen[grid]).masked_fill(step >= num_emitted[:, None], 0)
+    return tokens, num_emitted, confidence[offsets] * (kinds == RowKind.DRAFT)
 
 
 def race(log_weights: Tensor, key: Tensor) -> Tensor:

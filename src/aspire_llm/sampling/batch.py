@@ -21,7 +21,7 @@ class SampleBatch:
     kinds: Sequence[RowKind] | Ints  # [R], on the host
     slots: Sequence[int] | Ints  # [R], on the host
     num_tokens: Sequence[int] | Ints  # [R], on the host: of N
-    logits: Tensor  # [N, vocabulary], float32: as the model gave them
+    logits: Tensor  # [N, vocabulary], float32, bfloat16 or float16: as the model gave them
     positions: Tensor  # int64 [N]: of the token that was fed; the token chosen from its logits stands one further
     history: Tensor  # int64 [S, max_model_len]: every known token by slot and position, pending drafts included
 

@@ -114,13 +114,13 @@ class LogitsEdits:
         return bool(self._can_conflict[slot])
 
     def apply(self, logits: Tensor, rows: Rows, positions: Tensor, history: Tensor) -> tuple[Tensor, dict[int, str]]:
-        """The edited logits [N, vocabulary] (a copy where anything is edited); what went wrong, by token.
+        """The edited logits [N, vocabulary] (a float32 copy where anything is edited); what went wrong, by token.
 
         A token in the second has meaningless, finite logits. positions [N] and history as in SampleBatch.
         """
         if not self._any[rows.slots].any():
             return logits, {}
-        logits = logits.clone()
+        logits = logits.to(torch.float32, copy=True)
         if self._has_allowed[rows.slots].any():
             self._allow(logits, rows)
         if self._has_bad_words[rows.slots].any():

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from aspire_llm.errors import UserError
 from aspire_llm.request import RowKind, SamplingParams, TokenLogprobs
-from aspire_llm.sampling.acceptance import Sampled, couple, reject
+from aspire_llm.sampling.acceptance import Sampled, couple, emitted, likeliest, reject
 from aspire_llm.sampling.batch import SampleBatch, SampleOutput
-from aspire_llm.sampling.filters import Filters, top_probability
+from aspire_llm.sampling.filters import Filters
 from aspire_llm.sampling.logits import LogitsEdits
 from aspire_llm.sampling.logprobs import token_logprobs
 from aspire_llm.sampling.proposals import Proposals
@@ -131,59 +131,55 @@ class Sampler:
         if (rows.counts > self._max_drafts + 1).any():
             raise ValueError(f"a row has {rows.counts.max() - 1} drafts; the sampler was made for {self._max_drafts}")
         logits, failures = self._edits.apply(batch.logits, rows, batch.positions, batch.history)
-        offsets, token_slots, counts = upload(self._device, rows.offsets, rows.token_slots, rows.counts)
+        offsets, token_slots, counts, kinds = upload(
+            self._device, rows.offsets, rows.token_slots, rows.counts, rows.kinds
+        )
         places = batch.positions + 1  # of the tokens to be chosen
         # What stands there: the draft, for all but the last token of a row.
         drafts = batch.history[token_slots, places.clamp(max=batch.history.shape[1] - 1)]
-        chosen = torch.empty_like(places)
-        accepted = torch.zeros_like(places, dtype=torch.bool)
-        confidence = torch.zeros(len(places), device=self._device)  # [N], of DRAFT rows
-
         greedy = self._greedy[rows.token_slots]
-        if greedy.any():
-            index, part = self._part(logits, greedy)
-            best = part.argmax(1)
-            chosen[index] = best
-            accepted[index] = best == drafts[index]
-            is_draft = rows.token_drafts[greedy]
-            if is_draft.any():
-                of_part, of_all = upload(self._device, np.flatnonzero(is_draft), np.flatnonzero(greedy)[is_draft])
-                confidence[of_all] = top_probability(part if is_draft.all() else part[of_part])
-        if not greedy.all():
-            index, part = self._part(logits, ~greedy)
-            part = self._filters.apply(part, rows.token_slots[~greedy])
-            sampled = Sampled(
-                part,
-                rows.select(~self._greedy[rows.slots]),
-                self._seeds[token_slots[index]],
-                places[index],
-                drafts[index],
-            )
-            if self._mode == "rejection":
-                choice = reject(sampled, self._proposals)
-            else:
-                choice = couple(sampled, likeliest_drafts=self._mode == "greedy")
-            chosen[index], accepted[index] = choice.tokens, choice.accepted
-            confidence[index] = choice.confidence
-
-        widest = int(rows.counts.max())
-        step = torch.arange(widest, device=self._device)
-        grid = (offsets[:, None] + step).clamp(max=len(places) - 1)  # [R, widest]
-        has_draft = step < counts[:, None] - 1
-        taken = (accepted[grid] & has_draft).long().cumprod(1)
-        num_emitted = taken.sum(1) + 1
-        tokens = torch.where(taken.bool(), drafts[grid], chosen[grid]).masked_fill(step >= num_emitted[:, None], 0)
+        if greedy.all():
+            chosen, confidence = likeliest(logits, rows.token_drafts)
+            accepted = chosen == drafts
+        else:
+            chosen, accepted, confidence = self._sample(logits, rows, greedy, token_slots, places, drafts)
+        tokens, num_emitted, row_confidence = emitted(
+            chosen, accepted, drafts, confidence, offsets, counts, kinds, int(rows.counts.max())
+        )
         return SampleOutput(
             tokens=tokens,
             num_emitted=num_emitted,
-            confidence=confidence[offsets],  # a DRAFT row has one token
+            confidence=row_confidence,
             logprobs=self._find_logprobs(batch.logits, rows, tokens, num_emitted),
             errors=_emitted_failures(failures, rows, num_emitted),
         )
 
-    def _part(self, logits: Tensor, chosen: Bools) -> tuple[Tensor, Tensor]:
-        (index,) = upload(self._device, np.flatnonzero(chosen))
-        return index, logits if chosen.all() else logits[index]
+    def _sample(
+        self, logits: Tensor, rows: Rows, greedy: Bools, token_slots: Tensor, places: Tensor, drafts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of tokens [N] some or all of which are sampled: those chosen, whether the draft is accepted, confidences."""
+        chosen = torch.empty_like(places)
+        accepted = torch.zeros_like(places, dtype=torch.bool)
+        confidence = torch.zeros(len(places), device=self._device)
+        if greedy.any():
+            (index,) = upload(self._device, np.flatnonzero(greedy))
+            chosen[index], confidence[index] = likeliest(logits[index], rows.token_drafts[greedy])
+            accepted[index] = chosen[index] == drafts[index]
+        (index,) = upload(self._device, np.flatnonzero(~greedy))
+        part = (logits[index] if greedy.any() else logits).float()
+        sampled = Sampled(
+            self._filters.apply(part, rows.token_slots[~greedy]),
+            rows.select(~self._greedy[rows.slots]),
+            self._seeds[token_slots[index]],
+            places[index],
+            drafts[index],
+        )
+        if self._mode == "rejection":
+            choice = reject(sampled, self._proposals)
+        else:
+            choice = couple(sampled, likeliest_drafts=self._mode == "greedy")
+        chosen[index], accepted[index], confidence[index] = choice.tokens, choice.accepted, choice.confidence
+        return chosen, accepted, confidence
 
     def _find_logprobs(
         self, logits: Tensor, rows: Rows, tokens: Tensor, num_emitted: Tensor

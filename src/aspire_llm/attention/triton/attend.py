@@ -153,15 +153,17 @@ def _load_block(cache, places, stride, dtype: tl.constexpr, D: tl.constexpr, D_P
 
 @triton.jit
 def _load_scored(
-    q, c, token0, scored0, scored1, head0, stride_t, stride_h, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr
-):
-    """Queries of the tile's scored tokens, [len(c), D_PAD]: column c is head c % GROUP of the row's first scored token, or of
-    its last. And which columns this tile has."""
+    q, c, token0, scored0, scored1, head0, stride_t, stride_h,
+    GROUP: tl.constexpr, CELL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """Queries of the tile's scored tokens, [len(c), D_PAD]: column c is head c % CELL of the row's first scored token, or of
+    its last; zeros past GROUP. And which columns this tile stores: whole cells, so that they are stored as vectors."""
     d = tl.arange(0, D_PAD)
-    local = tl.where(c < GROUP, scored0, tl.where(c < 2 * GROUP, scored1, -1))
+    local = tl.where(c < CELL, scored0, tl.where(c < 2 * CELL, scored1, -1))
     here = local >= 0
-    at = (token0 + local).to(tl.int64)[:, None] * stride_t + (head0 + c % GROUP)[:, None] * stride_h + d[None, :]
-    return tl.load(q + at, mask=here[:, None] & (d[None, :] < D), other=0.0), here
+    real = here & (c % CELL < GROUP)
+    at = (token0 + local).to(tl.int64)[:, None] * stride_t + (head0 + c % CELL)[:, None] * stride_h + d[None, :]
+    return tl.load(q + at, mask=real[:, None] & (d[None, :] < D), other=0.0), here
 
 
 @triton.jit
@@ -186,12 +188,13 @@ def _first_logits(
 @triton.jit
 def _tile(
     q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
-    k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, scored0, scored1, score_line, head0, part,
+    k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, scored0, scored1, score_line,
+    score_stride, head0, part,
     q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
     scale_log2, value_scale,
     M: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, LISTED: tl.constexpr, SCORED: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, COLUMNS: tl.constexpr, CELL: tl.constexpr,
 ):  # fmt: skip
     """A tile of at most M packed rows."""
     # Triton spreads stages over the chain of loads (page -> keys, or list -> page -> keys): this many keep DEPTH blocks of
@@ -205,13 +208,13 @@ def _tile(
     acc = tl.zeros([M, D_PAD], tl.float32)
     if SCORED:
         c = tl.arange(0, COLUMNS)
-        qc, here = _load_scored(q, c, token0, scored0, scored1, head0, q_stride_t, q_stride_h, GROUP, D, D_PAD)
+        qc, here = _load_scored(q, c, token0, scored0, scored1, head0, q_stride_t, q_stride_h, GROUP, CELL, D, D_PAD)
         first = _first_logits(qc, k_head, table_row, k_stride, scale_log2, qc.dtype, D, D_PAD, PAGE)
         if low == 0:
-            tl.store(score_ref + score_line.to(tl.int64) * COLUMNS + c, first, mask=here)
+            tl.store(score_ref + score_line.to(tl.int64) * (2 * CELL) + c, first, mask=here)
         qc = tl.trans(qc)
-        score_x += (score_line.to(tl.int64) * score_len + base) * COLUMNS
-        score_at = tl.arange(0, BLOCK_N)[:, None] * COLUMNS + c[None, :]
+        score_x += score_line.to(tl.int64) * score_len * (2 * CELL) + base * score_stride
+        score_at = tl.arange(0, BLOCK_N)[:, None] * score_stride + c[None, :]
     whole_end = _whole_end(low, high, base, position0, BLOCK_N, WINDOW, LISTED)
     if not (LISTED or WINDOW > 0):
         k_offsets = _offsets(k_stride, D_PAD, BLOCK_N)
@@ -228,7 +231,7 @@ def _tile(
             m = m_new
             if SCORED:
                 x = tl.dot(k, qc, input_precision="ieee") * scale_log2 - first[None, :]
-                tl.store(score_x + start * COLUMNS + score_at, x.to(score_x.dtype.element_ty), mask=here[None, :])
+                tl.store(score_x + start * score_stride + score_at, x.to(score_x.dtype.element_ty), mask=here[None, :])
     for start in tl.range(whole_end, high, BLOCK_N, num_stages=STAGES if LISTED or WINDOW > 0 else 1):
         places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, LISTED)
         k = _load_block(k_head, places, k_stride, qs.dtype, D, D_PAD)
@@ -246,7 +249,7 @@ def _tile(
         if SCORED:
             x = tl.dot(k, qc, input_precision="ieee") * scale_log2 - first[None, :]
             kept = here[None, :] & ((start + tl.arange(0, BLOCK_N)) < high)[:, None]
-            tl.store(score_x + start * COLUMNS + score_at, x.to(score_x.dtype.element_ty), mask=kept)
+            tl.store(score_x + start * score_stride + score_at, x.to(score_x.dtype.element_ty), mask=kept)
     _write_rows(
         acc, m, norm, r, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
         out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
@@ -256,12 +259,13 @@ def _tile(
 @triton.jit
 def _tile_72(
     q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
-    k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, scored0, scored1, score_line, head0, part,
+    k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, scored0, scored1, score_line,
+    score_stride, head0, part,
     q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
     scale_log2, value_scale,
     GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCORED: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, CELL: tl.constexpr,
 ):  # fmt: skip
     """A tile of 65-72 packed rows: `a` the first 64, `b` the other 8, transposed."""
     STAGES: tl.constexpr = 2 * DEPTH + 1
@@ -281,13 +285,13 @@ def _tile_72(
     acc_b = tl.zeros([D_PAD, EXTRA], tl.float32)
     if SCORED:
         c = tl.arange(0, COLUMNS)
-        qc, here = _load_scored(q, c, token0, scored0, scored1, head0, q_stride_t, q_stride_h, GROUP, D, D_PAD)
+        qc, here = _load_scored(q, c, token0, scored0, scored1, head0, q_stride_t, q_stride_h, GROUP, CELL, D, D_PAD)
         first = _first_logits(qc, k_head, table_row, k_stride, scale_log2, qc.dtype, D, D_PAD, PAGE)
         if low == 0:
-            tl.store(score_ref + score_line.to(tl.int64) * COLUMNS + c, first, mask=here)
+            tl.store(score_ref + score_line.to(tl.int64) * (2 * CELL) + c, first, mask=here)
         qc = tl.trans(qc)
-        score_x += (score_line.to(tl.int64) * score_len + base) * COLUMNS
-        score_at = tl.arange(0, BLOCK_N)[:, None] * COLUMNS + c[None, :]
+        score_x += score_line.to(tl.int64) * score_len * (2 * CELL) + base * score_stride
+        score_at = tl.arange(0, BLOCK_N)[:, None] * score_stride + c[None, :]
     whole_end = _whole_end(low, high, base, position0, BLOCK_N, WINDOW, False)
     if WINDOW == 0:
         k_offsets = _offsets(k_stride, D_PAD, BLOCK_N)
@@ -311,7 +315,7 @@ def _tile_72(
             mb = mb_new
             if SCORED:
                 x = tl.dot(k, qc, input_precision="ieee") * scale_log2 - first[None, :]
-                tl.store(score_x + start * COLUMNS + score_at, x.to(score_x.dtype.element_ty), mask=here[None, :])
+                tl.store(score_x + start * score_stride + score_at, x.to(score_x.dtype.element_ty), mask=here[None, :])
     for start in tl.range(whole_end, high, BLOCK_N, num_stages=STAGES if WINDOW > 0 else 1):
         places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, False)
         k = _load_block(k_head, places, k_stride, qa.dtype, D, D_PAD)
@@ -338,7 +342,7 @@ def _tile_72(
         if SCORED:
             x = tl.dot(k, qc, input_precision="ieee") * scale_log2 - first[None, :]
             kept = here[None, :] & ((start + tl.arange(0, BLOCK_N)) < high)[:, None]
-            tl.store(score_x + start * COLUMNS + score_at, x.to(score_x.dtype.element_ty), mask=kept)
+            tl.store(score_x + start * score_stride + score_at, x.to(score_x.dtype.element_ty), mask=kept)
     _write_rows(
         acc_a, ma, norm_a, ra, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
         out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
@@ -364,8 +368,8 @@ def attend_kernel(
     num_pieces,  # int32 [1] of this layer
     page_table,  # int32 [S, max pages]
     sets,  # int32 [S, B] of this layer
-    score_x,  # out float16 [max rows, KV heads, score_len, COLUMNS]: scaled logits of scored tokens, less score_ref
-    score_ref,  # out float32 [max rows, KV heads, COLUMNS]: their logits at position 0
+    score_x,  # out float16 [max rows, KV heads, score_len, 2 * CELL]: scaled logits of scored tokens, less score_ref
+    score_ref,  # out float32 [max rows, KV heads, 2 * CELL]: their logits at position 0
     num_heads, table_stride, set_stride,
     q_stride_t, q_stride_h, k_stride_h, k_stride, v_stride_h, v_stride, out_stride_t, out_stride_h,
     score_len,
@@ -375,7 +379,8 @@ def attend_kernel(
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCORED: tl.constexpr, ROWS: tl.constexpr, MIN_ROWS: tl.constexpr,
     NARROW_DEPTH: tl.constexpr,  # blocks on their way in tiles of 16 and 32 rows
     WIDE_DEPTH: tl.constexpr,  # and in larger ones, whose queries take shared memory too
-    COLUMNS: tl.constexpr,  # of two scored tokens: 2 * GROUP, padded
+    COLUMNS: tl.constexpr,  # of two scored tokens: 2 * CELL, padded
+    CELL: tl.constexpr,  # GROUP, padded: of one scored token at one position
 ):  # fmt: skip
     """Grid: (most pieces * KV heads,). MIN_ROWS 64 computes every tile alike, whatever its size (deterministic mode)."""
     piece = tl.program_id(0) // KV_HEADS
@@ -394,6 +399,8 @@ def attend_kernel(
     scored0 = tl.load(at + 10)
     scored1 = tl.load(at + 11)
     score_line = tl.load(at + 12) * KV_HEADS + kv_head
+    # A row with one scored token leaves half as much: its positions lie closer.
+    score_stride = tl.load(at + 13) * CELL
     # After the loads, so that they need not wait for this one; past the end lies what an earlier step wrote.
     if piece >= tl.load(num_pieces):
         return
@@ -409,47 +416,47 @@ def attend_kernel(
             _tile(
                 q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
                 k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
-                head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-                scale_log2, value_scale,
-                16, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, True, False, ROWS, NARROW_DEPTH, COLUMNS,
+                score_stride, head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads,
+                score_len, scale_log2, value_scale,
+                16, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, True, False, ROWS, NARROW_DEPTH, COLUMNS, CELL,
             )  # fmt: skip
         else:
             _tile(
                 q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
                 k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
-                head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-                scale_log2, value_scale,
-                64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, True, False, ROWS, WIDE_DEPTH, COLUMNS,
+                score_stride, head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads,
+                score_len, scale_log2, value_scale,
+                64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, True, False, ROWS, WIDE_DEPTH, COLUMNS, CELL,
             )  # fmt: skip
     elif (rows <= 16) & (MIN_ROWS <= 16):
         _tile(
             q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
             k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
-            head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-            scale_log2, value_scale,
-            16, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, NARROW_DEPTH, COLUMNS,
+            score_stride, head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads,
+            score_len, scale_log2, value_scale,
+            16, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, NARROW_DEPTH, COLUMNS, CELL,
         )  # fmt: skip
     elif (rows <= 32) & (MIN_ROWS <= 32):
         _tile(
             q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
             k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
-            head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-            scale_log2, value_scale,
-            32, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, NARROW_DEPTH, COLUMNS,
+            score_stride, head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads,
+            score_len, scale_log2, value_scale,
+            32, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, NARROW_DEPTH, COLUMNS, CELL,
         )  # fmt: skip
     elif (rows <= 64) | (ROWS == 64):
         _tile(
             q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
             k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
-            head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-            scale_log2, value_scale,
-            64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, WIDE_DEPTH, COLUMNS,
+            score_stride, head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads,
+            score_len, scale_log2, value_scale,
+            64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, WIDE_DEPTH, COLUMNS, CELL,
         )  # fmt: skip
     else:
         _tile_72(
             q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
             k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
-            head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-            scale_log2, value_scale,
-            GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, SCORED, ROWS, WIDE_DEPTH, COLUMNS,
+            score_stride, head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads,
+            score_len, scale_log2, value_scale,
+            GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, SCORED, ROWS, WIDE_DEPTH, COLUMNS, CELL,
         )  # fmt: skip

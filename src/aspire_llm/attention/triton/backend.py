@@ -17,13 +17,14 @@ from aspire_llm.attention.triton.store import store_kernel
 from aspire_llm.attention.triton.work import PIECE_FIELDS, token_kernel, work_kernel
 from aspire_llm.cache.pool import KVPool
 from aspire_llm.errors import UserError
+from aspire_llm.models.decoder import PagedAttend
+from aspire_llm.models.ops import LayerCache
 from aspire_llm.request import RowKind
 
 LOG2_E = 1.4426950408889634
 HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 TILE_ROWS = 64  # packed rows of every tile but the last kind
-SCORE_WIDTH = 128  # positions of a program's turn at normalising scores
 WIDE_ROWS = 72  # packed rows of a row's only tile, at most
 
 
@@ -81,11 +82,16 @@ class TritonPlan:
 
     def scores_of(self, layers: tuple[int, ...], rows: Tensor, longest: int) -> Tensor:
         """As `AttentionPlan.scores_of`; a copy."""
-        index = self.score_places.get(layers)
-        if index is None:  # once for each choice of layers
-            index = torch.tensor([self.score_index[layer] for layer in layers], device=self.layer_scores.device)
-            self.score_places[layers] = index
-        return self.layer_scores[:, :, :longest][index[:, None], rows[None, :]]
+        scores, places = self.score_store(layers)
+        return scores[:, :, :longest][places[:, None], rows[None, :]]
+
+    def score_store(self, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """As `AttentionPlan.score_store`."""
+        places = self.score_places.get(layers)
+        if places is None:  # once for each choice of layers
+            places = torch.tensor([self.score_index[layer] for layer in layers], device=self.layer_scores.device)
+            self.score_places[layers] = places
+        return self.layer_scores, places
 
     @property
     def row_reads(self) -> Tensor:
@@ -101,6 +107,23 @@ class TritonPlan:
         for kind, count in zip(self.batch.kinds, per_row, strict=True):
             reads[kind] += count
         return reads
+
+
+@dataclass(frozen=True, slots=True)
+class StepAttention(PagedAttend):
+    """Attention of one step, as a decoder takes it."""
+
+    backend: TritonBackend
+    plan: TritonPlan
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.backend.run(self.plan, layer, q, k, v)
+
+    def cache(self, layer: int) -> LayerCache:
+        return self.backend.cache(layer)
+
+    def stored(self, layer: int, q: Tensor) -> Tensor:
+        return self.backend.run_stored(self.plan, layer, q)
 
 
 class TritonBackend:
@@ -189,10 +212,10 @@ class TritonBackend:
         self.score_len = -(-max_len // block_n) * block_n if scored else 1
         self.entry_token = ints(self.max_entries)
         self.score_rows, self.num_scored = ints(layers, max_rows, 8), ints(layers)
-        self.columns = triton.next_power_of_2(max(8, 2 * self.group))
+        self.cell = triton.next_power_of_2(self.group)
         lines = (max_rows if scored else 1, self.kv_heads)
-        self.score_x = torch.empty(*lines, self.score_len, self.columns, dtype=torch.float16, device=device)
-        self.score_ref = torch.empty(*lines, self.columns, dtype=torch.float32, device=device)
+        self.score_x = torch.empty(*lines, self.score_len, 2 * self.cell, dtype=torch.float16, device=device)
+        self.score_ref = torch.empty(*lines, 2 * self.cell, dtype=torch.float32, device=device)
         self.layer_scores = torch.zeros(len(scored), max_rows, max_len, dtype=torch.float32, device=device)
 
     def bounds(self, num_tokens: int, num_rows: int) -> tuple[int, int]:
@@ -235,10 +258,24 @@ class TritonBackend:
     def run(self, plan: TritonPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `Backend.run`. q, k and v may be strided views (of one qkv matrix, say), contiguous in D."""
         self.store(layer, k, v)
+        return self.run_stored(plan, layer, q)
+
+    def run_stored(self, plan: TritonPlan, layer: int, q: Tensor) -> Tensor:
+        """As `run`, with K and V in the cache already."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.attend(plan, layer, q, out)
         plan.layers_run.append(layer)
         return out
+
+    def attention(self, plan: TritonPlan) -> StepAttention:
+        """As `Backend.attention`; the decoder may store K and V itself."""
+        return StepAttention(self, plan)
+
+    def cache(self, layer: int) -> LayerCache:
+        """Where the planned step's K and V belong."""
+        pool = self.pool
+        key_factor, value_factor = 1.0 / pool.key_scales[layer], 1.0 / pool.value_scales[layer]
+        return LayerCache(pool.k[layer], pool.v[layer], self.token_place, key_factor, value_factor)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         keys, values = self.pool.k[layer], self.pool.v[layer]
@@ -276,8 +313,8 @@ class TritonBackend:
             KV_HEADS=self.kv_heads, GROUP=self.group, D=self.head_dim, D_PAD=triton.next_power_of_2(self.head_dim),
             PAGE=self.pool.page_size, BLOCK_N=self.tuning.block_n, WINDOW=self.windows[layer], SCORED=scored, ROWS=self.rows,
             MIN_ROWS=TILE_ROWS if self.deterministic else 16,
-            NARROW_DEPTH=self.tuning.narrow_depth, WIDE_DEPTH=self.tuning.wide_depth, COLUMNS=self.columns,
-            num_warps=self.tuning.warps,
+            NARROW_DEPTH=self.tuning.narrow_depth, WIDE_DEPTH=self.tuning.wide_depth,
+            COLUMNS=max(8, 2 * self.cell), CELL=self.cell, num_warps=self.tuning.warps,
         )  # fmt: skip
 
     def _combine(self, batch: AttentionBatch, layer: int, out: Tensor) -> None:
@@ -293,11 +330,13 @@ class TritonBackend:
     def _score(self, batch: AttentionBatch, layer: int, q: Tensor) -> None:
         scores = self.layer_scores[self.score_index[layer]]
         block_r = triton.next_power_of_2(max(16, self.max_rows))
-        programs = min(self.tuning.programs, triton.cdiv(self.max_len, SCORE_WIDTH) * batch.slots.shape[0])
+        # Six programs a multiprocessor, as many as its registers hold, each with all KV heads of so many positions on their way.
+        width = max(64, min(256, 1024 // self.cell))
+        programs = min(self.tuning.programs * 3 // 2, triton.cdiv(self.max_len, width) * batch.slots.shape[0])
         scores_kernel[(programs,)](
             self.score_x, self.score_ref, self.lse, batch.score_weights, batch.positions,
             self.score_rows[layer], self.num_scored[layer], scores, self.max_len, self.score_len,
-            KV_HEADS=self.kv_heads, GROUP=self.group, COLUMNS=self.columns, WIDTH=SCORE_WIDTH,
+            KV_HEADS=self.kv_heads, GROUP=self.group, CELL=self.cell, WIDTH=width,
             WINDOW=self.windows[layer], BLOCK_R=block_r, num_warps=4,
         )  # fmt: skip
         if self.max_scored_tokens > 2:

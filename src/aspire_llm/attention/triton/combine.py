@@ -79,23 +79,57 @@ def combine_kernel(
 
 
 @triton.jit
-def _scored_block(flat, score_rows, num_scored, BLOCK_R: tl.constexpr, WIDTH: tl.constexpr):
-    """Of all blocks of all scored rows, end to end, number `flat`: its row's line in score_rows, and its first position."""
+def _block_ends(score_rows, num_scored, BLOCK_R: tl.constexpr, WIDTH: tl.constexpr):
+    """Blocks of all scored rows lie end to end: past which one each row ends, int32 [BLOCK_R]. The last value is their
+    number."""
     r = tl.arange(0, BLOCK_R)
     live = r < num_scored
     end = tl.load(score_rows + r * 8 + 3, mask=live, other=0)
     written = tl.load(score_rows + r * 8 + 4, mask=live, other=0)
-    blocks = (tl.maximum(end, written) + WIDTH - 1) // WIDTH
-    until = tl.cumsum(blocks, 0)
-    rank = tl.sum((until <= flat).to(tl.int32), 0)
-    before = tl.sum(tl.where(r < rank, blocks, 0), 0)
-    return rank, (flat - before) * WIDTH, tl.sum(blocks, 0)
+    return tl.cumsum((tl.maximum(end, written) + WIDTH - 1) // WIDTH, 0)
+
+
+@triton.jit
+def _scored_block(flat, ends, WIDTH: tl.constexpr):
+    """Block number `flat`: its row's line in score_rows, and its first position."""
+    before = ends <= flat
+    return tl.sum(before.to(tl.int32), 0), (flat - tl.max(tl.where(before, ends, 0), 0)) * WIDTH
+
+
+@triton.jit
+def _probabilities(
+    score_x, score_ref, lse, weights, positions, place, token0, token1, n, end, score_len,
+    TOKENS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, CELL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Scores of positions n [WIDTH] of a row that ends at `end` and has TOKENS scored tokens. place: int64, the row's first
+    line in score_x."""
+    c = tl.arange(0, TOKENS * CELL)
+    token = tl.where(c < CELL, token0, token1).to(tl.int64)
+    real = c % CELL < GROUP
+    # Alike for all columns, so that they are loaded as vectors. What lies beyond a token's own tile may be anything.
+    inside = n < end
+    if WINDOW > 0:
+        inside = inside & (n > tl.load(positions + token0).to(tl.int32) - WINDOW)
+    x_at = score_x + place * score_len * (2 * CELL) + n[:, None] * (TOKENS * CELL) + c[None, :]
+    # Columns are summed once, at the end, so that no sum waits for another.
+    sums = tl.zeros([n.shape[0], TOKENS * CELL], tl.float32)
+    for kv_head in tl.static_range(KV_HEADS):
+        x = tl.load(x_at + kv_head * score_len * (2 * CELL), mask=inside[:, None], other=0.0)
+        first = tl.load(score_ref + (place + kv_head) * (2 * CELL) + c)
+        total = tl.load(lse + token * (KV_HEADS * GROUP) + kv_head * GROUP + c % CELL, mask=real, other=0.0)
+        sums += tl.exp2(x.to(tl.float32) + (first - total)[None, :])
+    position = tl.load(positions + token, mask=real, other=-1).to(tl.int32)
+    weight = tl.load(weights + token, mask=real, other=0.0) / (KV_HEADS * GROUP)
+    seen = n[:, None] <= position[None, :]
+    if WINDOW > 0:
+        seen = seen & (n[:, None] > position[None, :] - WINDOW)
+    return tl.sum(tl.where(seen, sums * weight[None, :], 0.0), 1)
 
 
 @triton.jit(do_not_specialize=["score_rows", "num_scored", "scores"])
 def scores_kernel(
-    score_x,  # float16 [max rows, KV heads, score_len, COLUMNS]: logits of the scored tokens, less score_ref
-    score_ref,  # float32 [max rows, KV heads, COLUMNS]
+    score_x,  # float16 [max rows, KV heads, score_len, 2 * CELL], or CELL where a row has one scored token: see attend.py
+    score_ref,  # float32 [max rows, KV heads, 2 * CELL]
     lse,  # float32 [T, query heads]
     weights,  # float32 [T]
     positions,  # int64 [T]
@@ -106,46 +140,38 @@ def scores_kernel(
     score_len,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    CELL: tl.constexpr,
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     """Grid (programs,): sum over a row's (at most two) scored tokens of weight * mean over heads of the probability."""
-    count = tl.load(num_scored)
-    c = tl.arange(0, COLUMNS)
-    flat = tl.program_id(0)
-    rank, low, total = _scored_block(flat, score_rows, count, BLOCK_R, WIDTH)
-    while flat < total:
+    ends = _block_ends(score_rows, tl.load(num_scored), BLOCK_R, WIDTH)
+    for flat in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
+        rank, low = _scored_block(flat, ends, WIDTH)
         line = score_rows + rank * 8
         row = tl.load(line).to(tl.int64)
         token0 = tl.load(line + 1)
         token1 = tl.load(line + 2)
+        end = tl.load(line + 3)
+        tokens = tl.load(line + 6) - tl.load(line + 5)
+        place = (rank * KV_HEADS).to(tl.int64)
         n = low + tl.arange(0, WIDTH)
-        if tl.load(line + 6) - tl.load(line + 5) <= 2:
-            token = tl.where(c < GROUP, token0, tl.where(c < 2 * GROUP, token1, -1)).to(tl.int64)
-            real = token >= 0
-            position = tl.load(positions + token, mask=real, other=-1).to(tl.int32)
-            weight = tl.load(weights + token, mask=real, other=0.0) / (KV_HEADS * GROUP)
-            seen = n[:, None] <= position[None, :]
-            if WINDOW > 0:
-                seen = seen & (n[:, None] > position[None, :] - WINDOW)
-            # Columns are summed once, at the end: they lie across lanes.
-            sums = tl.zeros([WIDTH, COLUMNS], tl.float32)
-            for kv_head in tl.static_range(KV_HEADS):
-                place = (rank * KV_HEADS + kv_head).to(tl.int64)
-                shift = tl.load(score_ref + place * COLUMNS + c, mask=real, other=0.0) - tl.load(
-                    lse + token * (KV_HEADS * GROUP) + kv_head * GROUP + c % GROUP, mask=real, other=0.0
-                )
-                x = tl.load(score_x + (place * score_len + n[:, None]) * COLUMNS + c[None, :], mask=seen, other=0.0)
-                sums += tl.exp2(x.to(tl.float32) + shift[None, :])
-            sums = tl.where(seen, sums * weight[None, :], 0.0)
-            tl.store(scores + row * max_len + n, tl.sum(sums, 1), mask=n < max_len)
+        at = scores + row * max_len + n
+        if tokens == 1:
+            result = _probabilities(
+                score_x, score_ref, lse, weights, positions, place, token0, token1, n, end, score_len,
+                1, KV_HEADS, GROUP, CELL, WINDOW,
+            )  # fmt: skip
+            tl.store(at, result, mask=n < max_len)
+        elif tokens == 2:
+            result = _probabilities(
+                score_x, score_ref, lse, weights, positions, place, token0, token1, n, end, score_len,
+                2, KV_HEADS, GROUP, CELL, WINDOW,
+            )  # fmt: skip
+            tl.store(at, result, mask=n < max_len)
         else:  # done by `probe_kernel`, up to the row's end
-            tl.store(scores + row * max_len + n, 0.0, mask=(n >= tl.load(line + 3)) & (n < max_len))
-        flat += tl.num_programs(0)
-        if flat < total:
-            rank, low, total = _scored_block(flat, score_rows, count, BLOCK_R, WIDTH)
+            tl.store(at, tl.zeros([WIDTH], tl.float32), mask=(n >= end) & (n < max_len))
 
 
 @triton.jit(do_not_specialize=["score_rows", "num_scored", "scores"])
@@ -180,13 +206,12 @@ def probe_kernel(
 ):
     """Grid (programs,): scores of rows with more than two scored tokens, which is what the end of a prompt has for some
     selectors. Reads those rows' keys again, once in a request's life."""
-    count = tl.load(num_scored)
     c = tl.arange(0, COLUMNS)
     d = tl.arange(0, D_PAD)
     TOKENS: tl.constexpr = COLUMNS // GROUP
-    flat = tl.program_id(0)
-    rank, low, total = _scored_block(flat, score_rows, count, BLOCK_R, WIDTH)
-    while flat < total:
+    ends = _block_ends(score_rows, tl.load(num_scored), BLOCK_R, WIDTH)
+    for flat in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
+        rank, low = _scored_block(flat, ends, WIDTH)
         line = score_rows + rank * 8
         row = tl.load(line).to(tl.int64)
         end = tl.load(line + 3)
@@ -224,6 +249,3 @@ def probe_kernel(
                     norm = tl.load(lse + token * (KV_HEADS * GROUP) + head, mask=real, other=0.0)
                     sums += tl.where(seen, tl.exp2(x - norm[None, :]) * weight[None, :], 0.0)
             tl.store(scores + row * max_len + n, tl.sum(sums, 1), mask=inside)
-        flat += tl.num_programs(0)
-        if flat < total:
-            rank, low, total = _scored_block(flat, score_rows, count, BLOCK_R, WIDTH)

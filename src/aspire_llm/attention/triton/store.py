@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from aspire_llm.models.kernels import as_cached
+
 
 @triton.jit
 def store_kernel(
@@ -39,10 +41,8 @@ def store_kernel(
     mask = (h < KV_HEADS) & (d < D)
     key = tl.load(k + token * k_stride_t + h * k_stride_h + d, mask=mask)
     value = tl.load(v + token * v_stride_t + h * v_stride_h + d, mask=mask)
-    if k_cache.dtype.element_ty == tl.float8e4nv:
-        # e4m3 has no infinity: 448 is its largest value, and anything beyond would become NaN.
-        key = tl.clamp(key.to(tl.float32) * k_factor, -448.0, 448.0)
-        value = tl.clamp(value.to(tl.float32) * v_factor, -448.0, 448.0)
+    key_kind: tl.constexpr = k_cache.dtype.element_ty
+    value_kind: tl.constexpr = v_cache.dtype.element_ty
     far = h.to(tl.int64)
-    tl.store(k_cache + far * kc_stride_h + place * kc_stride + d, key.to(k_cache.dtype.element_ty), mask=mask)
-    tl.store(v_cache + far * vc_stride_h + place * vc_stride + d, value.to(v_cache.dtype.element_ty), mask=mask)
+    tl.store(k_cache + far * kc_stride_h + place * kc_stride + d, as_cached(key, k_factor, key_kind), mask=mask)
+    tl.store(v_cache + far * vc_stride_h + place * vc_stride + d, as_cached(value, v_factor, value_kind), mask=mask)

@@ -232,4 +232,5 @@ def work_kernel(
             tl.store(at + 10, tl.where(first_here, first_scored - offset - first, -1), mask=mine)
             tl.store(at + 11, tl.where(last_here, last_scored - offset - first, -1), mask=mine)
             tl.store(at + 12, rank, mask=mine)
+            tl.store(at + 13, entry1 - entry0, mask=mine)  # scored tokens of the row
         piece += k
