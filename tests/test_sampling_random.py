@@ -18,10 +18,10 @@ def numbers(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose = Pur
 
 def test_splitmix64_reference_values() -> None:
     """The first outputs of SplitMix64 from state 1234567, as published with the algorithm."""
-    from aspire_llm.sampling.random import _GAMMA, _mix
+    from aspire_llm.sampling.random import GAMMA, _mix
 
     state = torch.tensor([1234567])
-    outputs = [int(_mix(state + _GAMMA * i)) % 2**64 for i in torch.arange(1, 4)]
+    outputs = [int(_mix(state + GAMMA * i)) % 2**64 for i in torch.arange(1, 4)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 

@@ -36,12 +36,7 @@ class Choice:
 
 
 def likeliest(logits: Tensor, wanted: Bools) -> tuple[Tensor, Tensor]:
-    """The likeliest token of each row of logits [n, vocabulary], int64 [n], and its probability where `wanted` [n], float32 [n].
-    On a GPU in one read, whatever their type."""
-    if logits.is_cuda:
-        from aspire_llm.sampling.kernels import best_tokens
-
-        return best_tokens(logits)
+    """The likeliest token of each row of logits [n, vocabulary], int64 [n]; its probability where `wanted` [n], float32 [n]."""
     probability = torch.zeros(len(logits), device=logits.device)
     if wanted.all():
         probability = top_probability(logits)
@@ -67,10 +62,6 @@ def emitted(
     token, its tokens, and its RowKind. width: of the widest row. Returns tokens int64 [R, width], padded with 0, the number
     that is emitted int64 [R], and of DRAFT rows the confidence of their token, else 0, float32 [R].
     """
-    if chosen.is_cuda:
-        from aspire_llm.sampling.kernels import emit
-
-        return emit(chosen, accepted, drafts, confidence, offsets, counts, kinds, width)
     step = torch.arange(width, device=chosen.device)
     grid = (offsets[:, None] + step).clamp(max=len(chosen) - 1)  # [R, width]
     has_draft = step < counts[:, None] - 1

@@ -24,17 +24,24 @@ class Filters:
         self._top_k: Ints = np.full(max_slots, vocab_size, dtype=np.int64)
         self._has_min_p: Bools = np.zeros(max_slots, dtype=bool)
         self._has_top_p: Bools = np.zeros(max_slots, dtype=bool)
+        self.temperature = np.ones(max_slots, dtype=np.float32)  # 1 for greedy requests
+        self.no_logits = torch.empty(0, vocab_size, device=device)
+        self.needed: Bools = np.zeros(max_slots, dtype=bool)  # whether there is more than a temperature
 
     def admit(self, slot: int, params: SamplingParams) -> None:
+        temperature = 1.0 if params.greedy else params.temperature
         min_p = float(np.log(params.min_p)) if params.min_p > 0 else float("-inf")
-        values = torch.tensor([1.0 if params.greedy else params.temperature, min_p, params.top_p], dtype=torch.float64)
+        values = torch.tensor([temperature, min_p, params.top_p], dtype=torch.float64)
         self._values[slot] = send(self._device, values)
         self._top_k[slot] = min(params.top_k, self._vocab_size) if params.top_k > 0 else self._vocab_size
         self._has_min_p[slot] = params.min_p > 0
         self._has_top_p[slot] = params.top_p < 1
+        self.temperature[slot] = temperature
+        filters = self._has_min_p[slot] or self._has_top_p[slot] or self._top_k[slot] < self._vocab_size
+        self.needed[slot] = filters and not params.greedy
 
     def apply(self, logits: Tensor, token_slots: Ints) -> Tensor:
-        """logits: float32 [n, vocabulary], not changed; token_slots: [n]. Returns float32 logits whose softmax is the
+        """logits: [n, vocabulary], of any float type, not changed; token_slots: [n]. Returns float32 logits whose softmax is the
         distribution to sample from; filtered tokens are -inf."""
         (slots,) = upload(self._device, token_slots)
         temperature, min_p, top_p = self._values[slots].unbind(1)

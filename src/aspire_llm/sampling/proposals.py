@@ -18,33 +18,44 @@ class Proposals:
 
     def __init__(self, max_slots: int, vocab_size: int, max_draft_tokens: int, device: torch.device) -> None:
         self._device = device
-        self._ring = max(1, max_draft_tokens)
-        self._pool = torch.empty(0, self._ring, vocab_size, device=device)  # [blocks, ring, vocabulary]
+        self.pool = torch.empty(0, max(1, max_draft_tokens), vocab_size, device=device)  # [blocks, ring, vocabulary]
         self._blocks: dict[int, int] = {}  # slot -> block
         self._free: list[int] = []
         self._max_blocks = max_slots
+
+    @property
+    def ring(self) -> int:
+        return self.pool.shape[1]
 
     def release(self, slot: int) -> None:
         if slot in self._blocks:
             self._free.append(self._blocks.pop(slot))
 
-    def put(self, slots: Ints, positions: Tensor, q: Tensor) -> None:
-        """Keep q float32 [n, vocabulary] for the drafts at positions [n] of slots [n]."""
+    def reserve(self, slots: Ints) -> None:
+        """Have a block for each slot."""
         for slot in slots.tolist():
             if slot not in self._blocks:
                 self._blocks[slot] = self._new_block()
-        self._pool[self._block_index(slots), positions % self._ring] = q
+
+    def blocks(self, slots: Ints) -> Ints:
+        """The block of each slot [n]; of slots that never drafted an arbitrary one."""
+        return np.array([self._blocks.get(slot, 0) for slot in slots.tolist()], dtype=np.int64)
+
+    def put(self, slots: Ints, positions: Tensor, q: Tensor) -> None:
+        """Keep q float32 [n, vocabulary] for the drafts at positions [n] of slots [n]."""
+        self.reserve(slots)
+        self.pool[self._block_index(slots), positions % self.ring] = q
 
     def probability(self, slots: Ints, positions: Tensor, tokens: Tensor) -> Tensor:
         """q(token) [n]."""
-        return self._pool[self._block_index(slots), positions % self._ring, tokens]
+        return self.pool[self._block_index(slots), positions % self.ring, tokens]
 
     def distribution(self, slots: Ints, positions: Tensor) -> Tensor:
         """q [n, vocabulary]. Slots that never drafted get an arbitrary one."""
-        return self._pool[self._block_index(slots), positions % self._ring]
+        return self.pool[self._block_index(slots), positions % self.ring]
 
     def _block_index(self, slots: Ints) -> Tensor:
-        (index,) = upload(self._device, np.array([self._blocks.get(slot, 0) for slot in slots.tolist()]))
+        (index,) = upload(self._device, self.blocks(slots))
         return index
 
     def require(self, slots: Ints) -> None:
@@ -54,9 +65,9 @@ class Proposals:
 
     def _new_block(self) -> int:
         if not self._free:
-            have = len(self._pool)
-            grown = self._pool.new_zeros(min(self._max_blocks, max(4, 2 * have)), *self._pool.shape[1:])
-            grown[:have] = self._pool
+            have = len(self.pool)
+            grown = self.pool.new_zeros(min(self._max_blocks, max(4, 2 * have)), *self.pool.shape[1:])
+            grown[:have] = self.pool
             self._free = list(range(have, len(grown)))[::-1]
-            self._pool = grown
+            self.pool = grown
         return self._free.pop()

@@ -23,14 +23,14 @@ class Purpose(IntEnum):
     RESIDUAL = 3  # the token in place of a rejected draft
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 with the bits of an unsigned 64-bit constant."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+GAMMA = signed(0x9E3779B97F4A7C15)
+MIX_1 = signed(0xBF58476D1CE4E5B9)
+MIX_2 = signed(0x94D049BB133111EB)
 
 
 def _xor_shift(z: Tensor, bits: int) -> Tensor:
@@ -40,30 +40,30 @@ def _xor_shift(z: Tensor, bits: int) -> Tensor:
 
 def _mix(z: Tensor) -> Tensor:
     """SplitMix64's output function (Stafford's variant 13)."""
-    z = _xor_shift(z, 30) * _MIX_1
-    z = _xor_shift(z, 27) * _MIX_2
+    z = _xor_shift(z, 30) * MIX_1
+    z = _xor_shift(z, 27) * MIX_2
     return _xor_shift(z, 31)
 
 
 def keys(seeds: Tensor, positions: Tensor, purpose: Purpose | Tensor) -> Tensor:
     """int64 [N] keys of int64 [N] seeds and positions (of the token to be chosen, in its request) and a purpose
     (one, or int64 [N])."""
-    key = _mix(seeds + _GAMMA)
-    key = _mix(key + _GAMMA * (positions + 1))
+    key = _mix(seeds + GAMMA)
+    key = _mix(key + GAMMA * (positions + 1))
     if isinstance(purpose, Purpose):
-        return _mix(key + _signed((_GAMMA * (purpose + 1)) % (1 << 64)))
-    return _mix(key + _GAMMA * (purpose + 1))
+        return _mix(key + signed((GAMMA * (purpose + 1)) % (1 << 64)))
+    return _mix(key + GAMMA * (purpose + 1))
 
 
 def uniform(key: Tensor) -> Tensor:
     """float64 [N], uniform in (0, 1): the first number of each key's stream."""
-    return _unit(_mix(key + _GAMMA))
+    return _unit(_mix(key + GAMMA))
 
 
 def exponential(key: Tensor, count: int) -> Tensor:
     """float64 [N, count], exponential of rate 1: the first `count` numbers of each key's stream [N]."""
     index = torch.arange(1, count + 1, dtype=torch.int64, device=key.device)
-    return -torch.log(_unit(_mix(key[:, None] + index[None, :] * _GAMMA)))
+    return -torch.log(_unit(_mix(key[:, None] + index[None, :] * GAMMA)))
 
 
 def _unit(bits: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class Sampler:
     """Sampling state of every slot. The host waits for the device only for slots that `needs_host`.
 
     max_draft_tokens: the most drafts a request may have pending; grammars: for structured_outputs, None to refuse them.
+    on_kernels: whether Triton kernels choose (by_kernel.py), as on a GPU; else torch operations do.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Sampler:
             raise UserError(f"draft_sampling = {draft_sampling!r}: must be one of {allowed}", "draft_sampling")
         self._device = torch.device(device)
         self._vocab_size = vocab_size
+        self.on_kernels = self._device.type == "cuda"
         self._mode = draft_sampling
         self._max_drafts = max_draft_tokens
         self._grammars = grammars
@@ -131,6 +133,18 @@ class Sampler:
         if (rows.counts > self._max_drafts + 1).any():
             raise ValueError(f"a row has {rows.counts.max() - 1} drafts; the sampler was made for {self._max_drafts}")
         logits, failures = self._edits.apply(batch.logits, rows, batch.positions, batch.history)
+        choose = self._choose_on_kernels if self.on_kernels else self._choose
+        tokens, num_emitted, confidence = choose(batch, rows, logits)
+        return SampleOutput(
+            tokens=tokens,
+            num_emitted=num_emitted,
+            confidence=confidence,
+            logprobs=self._find_logprobs(batch.logits, rows, tokens, num_emitted),
+            errors=_emitted_failures(failures, rows, num_emitted),
+        )
+
+    def _choose(self, batch: SampleBatch, rows: Rows, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, num_emitted and confidence of the output. logits: the batch's, edited."""
         offsets, token_slots, counts, kinds = upload(
             self._device, rows.offsets, rows.token_slots, rows.counts, rows.kinds
         )
@@ -143,16 +157,14 @@ class Sampler:
             accepted = chosen == drafts
         else:
             chosen, accepted, confidence = self._sample(logits, rows, greedy, token_slots, places, drafts)
-        tokens, num_emitted, row_confidence = emitted(
-            chosen, accepted, drafts, confidence, offsets, counts, kinds, int(rows.counts.max())
-        )
-        return SampleOutput(
-            tokens=tokens,
-            num_emitted=num_emitted,
-            confidence=row_confidence,
-            logprobs=self._find_logprobs(batch.logits, rows, tokens, num_emitted),
-            errors=_emitted_failures(failures, rows, num_emitted),
-        )
+        return emitted(chosen, accepted, drafts, confidence, offsets, counts, kinds, int(rows.counts.max()))
+
+    def _choose_on_kernels(self, batch: SampleBatch, rows: Rows, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        from aspire_llm.sampling.by_kernel import choose
+
+        greedy = self._greedy[rows.slots]
+        widest = self._max_drafts + 1
+        return choose(batch, rows, logits, greedy, self._filters, self._proposals, self._seeds, self._mode, widest)
 
     def _sample(
         self, logits: Tensor, rows: Rows, greedy: Bools, token_slots: Tensor, places: Tensor, drafts: Tensor
@@ -185,6 +197,8 @@ class Sampler:
         self, logits: Tensor, rows: Rows, tokens: Tensor, num_emitted: Tensor
     ) -> dict[int, list[TokenLogprobs]]:
         """Row -> log-probabilities of its emitted tokens, for rows that ask (waits for the device); drafts have none."""
+        if not self._logprobs:
+            return {}
         asking = [
             row
             for row, slot in enumerate(rows.slots.tolist())
