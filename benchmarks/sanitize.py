@@ -15,17 +15,25 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from aspire_llm.attention.triton.backend import TritonBackend, Tuning
 from aspire_llm.attention.triton.top_k import merge_sets, top_k
+from aspire_llm.bench.replay import ReplaySampler
+from aspire_llm.engine.slot_ops import StepRows, gather, settle
+from aspire_llm.engine.slots import SlotState
 from aspire_llm.models.kernels import TritonOps
 from aspire_llm.models.ops import LayerCache
-from aspire_llm.request import RowKind
+from aspire_llm.models.stream import StreamOps
+from aspire_llm.policy.trace import Draft, Trace
+from aspire_llm.request import RowKind, SamplingParams
+from aspire_llm.sampling.batch import SampleBatch, SampleOutput
+from aspire_llm.sampling.sampler import DraftSampling, Sampler
 from triton_oracle import RowSpec, make_scene
 
 GPU = torch.cuda.is_available()
@@ -145,6 +153,62 @@ def deterministic_products() -> None:
             assert bool(ops.linear(x, weight, bias).float().isfinite().all())
 
 
+def streamed_products() -> None:
+    ops = StreamOps(8)
+    for tokens in (1, 17, 50):
+        x, wide = torch.randn(tokens, 256, device=DEVICE).to(HALF), torch.randn(tokens, 128, device=DEVICE).to(HALF)
+        delta = ops.delta(x, torch.randn(128, 256, device=DEVICE).to(HALF))
+        assert delta.dim() == 3  # parts of the sum: it was streamed
+        normed, _ = ops.add_norm(wide, delta, torch.randn(128, device=DEVICE).to(HALF), 1e-6)
+        gated = ops.gated(x, torch.randn(256, 256, device=DEVICE).to(HALF))
+        assert bool(normed.float().isfinite().all() & gated.float().isfinite().all())
+
+
+def slot_arithmetic() -> None:
+    """A step of a draft, a verification and a prompt's end, and two padding rows in the last slot."""
+    state = SlotState(4, 100, 4, 16, torch.device(DEVICE))
+    state.on_kernels = True
+    state.computed[:3], state.pending[:3] = 9, 2
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    kinds = ints(DRAFT, VERIFY, *[PREFILL] * 3)
+    rows = StepRows(ints(0, 1, 2, 4, 4), kinds, ints(0, 0, 5, 0, 0), ints(0, 1, 4, 40, 40, 40))
+    gathered = gather(state, rows, 44)
+    assert gathered.positions[:5].tolist() == [11, 9, 10, 11, 5]
+    tokens = torch.ones(3, 3, dtype=torch.int64, device=DEVICE)
+    emitted = torch.tensor([1, 3, 1], device=DEVICE)
+    settle(state, rows, ints(0, 1, 2), SampleOutput(tokens, emitted, torch.zeros(3, device=DEVICE)))
+    assert (state.computed[:3].tolist(), state.pending[:3].tolist()) == ([9, 12, 41], [3, 0, 0])
+
+
+def sampling(mode: DraftSampling) -> None:
+    """Greedy and sampled rows: a draft of each request, then its verification."""
+    vocab_size = 5000 if GPU else 70
+    sampler = Sampler(3, vocab_size, DEVICE, mode, max_draft_tokens=4)
+    sampler.on_kernels = True
+    for slot, parameters in enumerate(({"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9})):
+        sampler.admit(slot, SamplingParams(**parameters), slot, [1])
+    history = torch.zeros(3, 40, dtype=torch.int64, device=DEVICE)
+    for kind, count in ((DRAFT, 1), (VERIFY, 2)):
+        places = torch.arange(10, 10 + count, device=DEVICE)
+        logits = torch.randn(3 * count, vocab_size, device=DEVICE).to(HALF)
+        out = sampler.run(SampleBatch((kind,) * 3, (0, 1, 2), (count,) * 3, logits, places.repeat(3), history))
+        history[:, 11] = out.tokens[:, 0]
+        assert bool((out.tokens < vocab_size).all() & (out.num_emitted >= 1).all() & out.confidence.isfinite().all())
+
+
+def replayed() -> None:
+    draft = Draft(2, (0.5,) * 4)
+    sampler = ReplaySampler(Trace("t", "window", 0, 4, ((draft, draft),)), 2, torch.device(DEVICE))
+    for slot in range(2):
+        sampler.admit(slot, SamplingParams(), slot, [1] * 9)
+    history = torch.zeros(2, 40, dtype=torch.int64, device=DEVICE)
+    places = torch.tensor([11, 9, 10, 11], device=DEVICE)
+    sampler.run(SampleBatch((DRAFT, VERIFY), (0, 1), (1, 3), torch.randn(4, 70, device=DEVICE), places, history))
+
+
 def cases() -> dict[str, Callable[[], None]]:
     both: dict[str, Any] = {"layers": 2, "refresh_layers": [0], "score_layers": [0, 1]}
     found: dict[str, Callable[[], None]] = {
@@ -164,6 +228,10 @@ def cases() -> dict[str, Callable[[], None]]:
         "element-wise": lambda: element_wise(TritonOps(), 5, 320, 12, 9, 64),
         "element-wise, 96 wide heads": lambda: element_wise(TritonOps(), 3, 200, 5, 4, 96),
         "deterministic products": deterministic_products,
+        "streamed products": streamed_products,
+        "slot arithmetic": slot_arithmetic,
+        **{f"sampling, {mode}": partial(sampling, mode) for mode in get_args(DraftSampling)},
+        "replayed decisions": replayed,
     }  # fmt: skip
     if GPU:
         found |= {

@@ -80,7 +80,9 @@ def elementwise_cases(ops: Ops, shape: Shape, tokens: int, device: torch.device)
 def sampler_cases(shape: Shape, num_rows: int, drafts: int, device: torch.device) -> list[Case]:
     """Choosing tokens of VERIFY rows with `drafts` each. The host takes part, so its time is in the figure."""
     tokens = num_rows * (drafts + 1)
-    logits = torch.randn(tokens, shape.vocab_size, device=device)
+    logits = torch.randn(tokens, shape.vocab_size, device=device).to(
+        shape.dtype if device.type == "cuda" else torch.float32
+    )
     history = torch.zeros(num_rows, 4 * (drafts + 2), dtype=torch.int64, device=device)
     positions = torch.arange(drafts + 1, device=device).repeat(num_rows)
     batch = SampleBatch(

@@ -289,6 +289,7 @@ def emit_kernel(
 
 
 def read(step: Step) -> Parts:
+    """Every logit once: of each token and part of the vocabulary the best, and the mass of all."""
     num_tokens, vocab_size = step.logits.shape
     splits, split = splits_of(vocab_size)
     device = step.logits.device
