@@ -162,8 +162,12 @@ class Pages(RuleBasedStateMachine):
         request.tokens += drafts[:accepted]
         request.computed = len(request.tokens)
         full = request.computed // self.size
-        assert self.allocator.can_commit(key, request.computed) == (request.cacheable and full > request.committed)
-        self.allocator.commit(key, text, request.computed)  # rejected drafts stand in `text`, above `computed`
+        uncommitted = self.allocator.first_uncommitted(key, request.computed)
+        committed = request.committed * self.size
+        assert uncommitted == (committed if request.cacheable and full > request.committed else None)
+        # rejected drafts stand in `text`, above `computed`; tokens below `first` need not be given
+        given = data.draw(st.sampled_from([0, uncommitted or 0]), label="first token given")
+        self.allocator.commit(key, text[given:], request.computed, given)
         if request.cacheable:
             for index in range(request.committed, full):
                 part = self.part(request.salt, request.tokens, index)
@@ -411,7 +415,7 @@ def test_reset_forgets_what_is_and_what_live_requests_will_have_computed() -> No
     assert found(allocator, [1, 2, 3, 4]) == found(allocator, [5, 6]) == 0
     allocator.reserve(0, 6)
     allocator.commit(0, [1, 2, 3, 4, 5, 6], 6)
-    assert not allocator.can_commit(0, 6)
+    assert allocator.first_uncommitted(0, 6) is None
     allocator.release(0)
     assert found(allocator, [1, 2, 3, 4]) == 0
     allocator.check()
@@ -488,7 +492,7 @@ def test_programming_errors_are_refused_and_change_nothing() -> None:
         lambda: allocator.pages(5),
         lambda: allocator.reserve(5, 1),
         lambda: allocator.commit(5, [], 0),
-        lambda: allocator.can_commit(5, 0),
+        lambda: allocator.first_uncommitted(5, 0),
         lambda: allocator.roll_back(5, 0),
         lambda: allocator.release(5),
     ):
@@ -503,6 +507,8 @@ def test_programming_errors_are_refused_and_change_nothing() -> None:
         lambda: allocator.reserve(0, -1),
         lambda: allocator.commit(0, [1, 2, 3], 4),
         lambda: allocator.commit(0, [1, 2, 3, 4, 5], 5),
+        lambda: allocator.commit(0, [2, 3], 3, 1),  # not from the first token of a page
+        lambda: allocator.commit(0, [], 4, 4),  # the page before that is not cached yet
         lambda: allocator.roll_back(0, 1),
         lambda: allocator.roll_back(0, -1),
     ):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from aspire_llm.errors import UserError
 from aspire_llm.policy.base import Action
-from aspire_llm.request import RowKind, SamplingParams
+from aspire_llm.request import Request, RowKind, SamplingParams
 from aspire_llm.scheduler.plan import RowResult, StepPlan, StepResult
 from aspire_llm.scheduler.scheduler import Limits, Scheduler
 from tiny import ScriptedPolicy, always_draft_to, plain_tokens, prompts_of, requests_for, run, tiny_engine, tiny_model
@@ -266,6 +266,14 @@ def test_long_prompt_does_not_hold_up_decoding() -> None:
     while engine.has_work:
         engine.step()
     engine.check()
+
+
+def test_known_tokens_of_a_range_are_those_of_the_whole() -> None:
+    request = Request("a", 0, [1, 2, 3], SamplingParams())
+    request.output_token_ids += [4, 5, 6]
+    for start in range(7):
+        for end in range(start, 7):
+            assert request.tokens_between(start, end) == request.token_ids[start:end]
 
 
 def test_what_can_never_run_is_refused() -> None:

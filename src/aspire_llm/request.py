@@ -230,7 +230,7 @@ class SpeculationStats:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # a request is equal to itself alone, and found in a list without a look at its fields
 class Request:
     """A request on its way through the engine. Only the scheduler writes it.
 
@@ -261,6 +261,7 @@ class Request:
     prefill_end: int = 0  # tokens known at admission: prefill ends there
     num_reserved: int = 0  # positions that are known to have pages
     output_limit: int = 0  # most tokens of output, by its parameters and the engine's longest; set when it is queued
+    draft_limit: int = 0  # most drafts it may have pending, while its output has room for them; set with it
     confidences: list[float] = field(default_factory=list)  # of the pending drafts whose results are known
 
     finish_reason: FinishReason | None = None
@@ -283,6 +284,13 @@ class Request:
     @property
     def token_ids(self) -> list[int]:
         return self.prompt_token_ids + self.output_token_ids
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Known tokens at positions [start, end), without a look at the others."""
+        n = len(self.prompt_token_ids)
+        if start >= n:
+            return self.output_token_ids[start - n : end - n]
+        return self.prompt_token_ids[start:end] + self.output_token_ids[: max(0, end - n)]
 
     @property
     def finished(self) -> bool:

@@ -173,26 +173,36 @@ class PageAllocator:
         self._note_end(tenant)
         return first, tuple(tenant.pages[first:])
 
-    def can_commit(self, key: int, num_computed: int) -> bool:
-        """Whether `commit` would cache anything: spares the caller building `token_ids` at every step."""
+    def first_uncommitted(self, key: int, num_computed: int) -> int | None:
+        """From which position on `commit` needs tokens to cache what lies below `num_computed`; None: it would cache nothing."""
         tenant = self._tenants[key]
-        return tenant.cacheable and num_computed // self.page_size > len(tenant.hashes)
+        if tenant.cacheable and num_computed // self.page_size > len(tenant.hashes):
+            return len(tenant.hashes) * self.page_size
+        return None
 
-    def commit(self, key: int, token_ids: Sequence[int], num_computed: int) -> None:
-        """Positions below `num_computed` hold exact K/V of `token_ids`: cache the full pages below it.
+    def commit(self, key: int, token_ids: Sequence[int], num_computed: int, first: int = 0) -> None:
+        """Positions below `num_computed` hold exact K/V of the request's tokens: cache the full pages below it.
 
-        token_ids: the request's tokens from position 0 on; those at or above `num_computed` are not looked at.
+        token_ids: its tokens from position `first` on; those of pages that are cached already and those at or above
+        `num_computed` are not looked at.
         """
         tenant = self._tenants[key]
-        if num_computed > len(token_ids) or self._pages_for(num_computed) > len(tenant.pages):
+        known = first + len(token_ids)
+        if num_computed > known or self._pages_for(num_computed) > len(tenant.pages):
             raise ValueError(
-                f"request {key}: {num_computed} computed positions, but {len(token_ids)} tokens and "
+                f"request {key}: {num_computed} computed positions, but {known} tokens and "
                 f"{len(tenant.pages)} pages of {self.page_size}"
             )
         if not tenant.cacheable:
             return
-        for index in range(len(tenant.hashes), num_computed // self.page_size):
-            block = self._block_hash(tenant.hashes[-1] if tenant.hashes else tenant.root, token_ids, index)
+        done = len(tenant.hashes)
+        if first % self.page_size or first > done * self.page_size:
+            raise ValueError(
+                f"request {key}: tokens from {first} on, but only {done} pages of {self.page_size} are cached"
+            )
+        for index in range(done, num_computed // self.page_size):
+            parent = tenant.hashes[-1] if tenant.hashes else tenant.root
+            block = self._block_hash(parent, token_ids, index - first // self.page_size)
             tenant.hashes.append(block)
             if block not in self._page_of:  # else another page holds the same already, and this one stays unhashed
                 self._cache(block, tenant.pages[index])
@@ -288,7 +298,7 @@ class PageAllocator:
         return -(-num_tokens // self.page_size)
 
     def _block_hash(self, parent: bytes, token_ids: Sequence[int], index: int) -> bytes:
-        """Hash of page `index` of the tokens and, through `parent`, of everything before it."""
+        """Hash of the tokens' page `index` and, through `parent`, of everything before it."""
         tokens = token_ids[index * self.page_size : (index + 1) * self.page_size]
         return blake2b(parent + struct.pack(f"<{self.page_size}q", *tokens), digest_size=32).digest()
 

@@ -7,10 +7,10 @@ on real models: of confidences under 0.3, 70-80 % are accepted; over 0.9, 99.8 %
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from operator import mul
 
 # Upper edges of the bins: even in the middle, finer near 1, where most drafts lie and the rejection rate still falls.
@@ -38,6 +38,8 @@ REQUEST_WEIGHT = 10.0  # drafts a bin that the batch is worth to a request
 REQUEST_KEEP = 0.99  # of a request's counts in a bin, each draft in that bin: it remembers about 100
 TREND_WEIGHT = 2.0  # expected rejections that a request's trend starts from
 TREND_KEEP = 0.95  # of the trend, each draft: it remembers about 20
+TREND_PULL = (1.0 - TREND_KEEP) * TREND_WEIGHT  # what each draft puts back of the start
+TREND_CAP = 0.95  # no draft is held for surely wrong
 LIKELIHOOD_WEIGHT = 20.0  # drafts that the batch's distribution of bins is worth to a request
 TEMPER = (
     0.5  # power of a likelihood ratio: neighbouring confidences go together, so each is worth less than one witness
@@ -47,6 +49,10 @@ TEMPER = (
 def bin_of(confidence: float) -> int:
     """The bin of a top-1 probability in [0, 1]."""
     return bisect_right(BIN_EDGES, confidence)
+
+
+def bins_of(confidences: Sequence[float]) -> list[int]:
+    return [bisect_right(BIN_EDGES, confidence) for confidence in confidences]
 
 
 class _RequestRates:
@@ -68,30 +74,44 @@ class RejectionRates:
     def __init__(self, prior: Sequence[float]) -> None:
         self._rejected = [rate * BATCH_WEIGHT for rate in prior]
         self._tried = [BATCH_WEIGHT] * len(prior)
+        self._rates: list[float] | None = None  # of the batch, until the next cycle is observed
         self._requests: dict[int, _RequestRates] = {}
 
-    def observe(self, key: int, bin: int, rejected: bool) -> None:
+    def observe(self, key: int, bins: Sequence[int], last_rejected: bool) -> None:
+        """The drafts of a cycle that were tried, by bin: all accepted, but for the last one where it was rejected."""
+        if not bins:
+            return
+        self._rates = None
         own = self._requests.get(key)
         if own is None:
             own = self._requests[key] = _RequestRates(len(self._tried))
-        own.rejected[bin] = REQUEST_KEEP * own.rejected[bin] + rejected
-        own.tried[bin] = REQUEST_KEEP * own.tried[bin] + 1.0
-        forgotten = (1.0 - TREND_KEEP) * TREND_WEIGHT
-        own.happened = TREND_KEEP * own.happened + forgotten + rejected
-        own.expected = TREND_KEEP * own.expected + forgotten + self._rejected[bin] / self._tried[bin]
-        self._rejected[bin] += rejected
-        self._tried[bin] += 1.0
+        batch_rejected, batch_tried, rejected, tried = self._rejected, self._tried, own.rejected, own.tried
+        happened, expected = own.happened, own.expected
+        for bin in bins:
+            rejected[bin] *= REQUEST_KEEP
+            tried[bin] = REQUEST_KEEP * tried[bin] + 1.0
+            happened = TREND_KEEP * happened + TREND_PULL
+            expected = TREND_KEEP * expected + TREND_PULL + batch_rejected[bin] / batch_tried[bin]
+            batch_tried[bin] += 1.0
+        if last_rejected:
+            rejected[bins[-1]] += 1.0
+            batch_rejected[bins[-1]] += 1.0
+            happened += 1.0
+        own.happened, own.expected = happened, expected
 
     def rates(self, key: int) -> list[float]:
         """By bin."""
-        batch = [r / n for r, n in zip(self._rejected, self._tried, strict=True)]
+        batch = self._rates
+        if batch is None:
+            batch = self._rates = [r / n for r, n in zip(self._rejected, self._tried, strict=True)]
         own = self._requests.get(key)
         if own is None:
             return batch
         trend = own.happened / own.expected
         return [
-            (rejected + REQUEST_WEIGHT * min(0.95, trend * rate)) / (tried + REQUEST_WEIGHT)
-            for rejected, tried, rate in zip(own.rejected, own.tried, batch, strict=True)
+            (rejected + REQUEST_WEIGHT * (rate if (rate := trend * of_batch) < TREND_CAP else TREND_CAP))
+            / (tried + REQUEST_WEIGHT)
+            for rejected, tried, of_batch in zip(own.rejected, own.tried, batch, strict=True)
         ]
 
     def forget(self, key: int) -> None:
@@ -105,9 +125,36 @@ class _Histogram:
         self.counts = [each] * NUM_BINS
         self.total = each * NUM_BINS
 
-    def add(self, bin: int) -> None:
-        self.counts[bin] += 1.0
-        self.total += 1.0
+    def add(self, bins: Sequence[int]) -> None:
+        counts = self.counts
+        for bin in bins:
+            counts[bin] += 1.0
+        self.total += len(bins)
+
+    def distribution(self) -> list[float]:
+        total = self.total
+        return [count / total for count in self.counts]
+
+
+@dataclass(slots=True)
+class TurnRatios:
+    """Likelihood ratio, by bin, of an earlier wrong turn of one request, tempered. Few bins are asked for in a cycle."""
+
+    right: list[float]  # [NUM_BINS]: the batch's distributions while all was right, and after a wrong draft
+    wrong: list[float]
+    own: tuple[_Histogram, _Histogram] | None  # the request's, which must not change meanwhile
+    _known: dict[int, float] = field(init=False, default_factory=dict, compare=False)
+
+    def __getitem__(self, bin: int) -> float:
+        known = self._known.get(bin)
+        if known is None:
+            p, q = self.right[bin], self.wrong[bin]
+            if self.own is not None:
+                right, wrong = self.own
+                p = (right.counts[bin] + LIKELIHOOD_WEIGHT * p) / (right.total + LIKELIHOOD_WEIGHT)
+                q = (wrong.counts[bin] + LIKELIHOOD_WEIGHT * q) / (wrong.total + LIKELIHOOD_WEIGHT)
+            known = self._known[bin] = math.pow(q / p, TEMPER)
+        return known
 
 
 class WrongTurnEvidence:
@@ -115,82 +162,88 @@ class WrongTurnEvidence:
     verification, and their confidences tell how unsure a model is that has left the true path."""
 
     def __init__(self) -> None:
-        self._batch = (_Histogram(1.0), _Histogram(1.0))  # right, wrong
+        self._right, self._wrong = _Histogram(1.0), _Histogram(1.0)
+        self._batch: tuple[list[float], list[float]] | None = None  # both distributions, until the next is observed
         self._requests: dict[int, tuple[_Histogram, _Histogram]] = {}
 
-    def observe(self, key: int, bin: int, wrong: bool) -> None:
-        self._batch[wrong].add(bin)
+    def observe(self, key: int, right: Sequence[int], wrong: Sequence[int]) -> None:
+        """Bins of a cycle's drafts before the first wrong one, and of those after it."""
+        if not right and not wrong:
+            return
+        self._batch = None
         own = self._requests.get(key)
         if own is None:
             own = self._requests[key] = _Histogram(0.0), _Histogram(0.0)
-        own[wrong].add(bin)
+        if right:
+            self._right.add(right)
+            own[0].add(right)
+        if wrong:
+            self._wrong.add(wrong)
+            own[1].add(wrong)
 
-    def ratios(self, key: int) -> list[float]:
-        """By bin, tempered."""
+    def ratios(self, key: int) -> TurnRatios:
+        """Valid until the request's next cycle is observed."""
+        if self._batch is None:
+            self._batch = self._right.distribution(), self._wrong.distribution()
         right, wrong = self._batch
-        own = self._requests.get(key)
-        w = LIKELIHOOD_WEIGHT
-        ratios = []
-        for b in range(NUM_BINS):
-            p, q = right.counts[b] / right.total, wrong.counts[b] / wrong.total
-            if own is not None:
-                p = (own[0].counts[b] + w * p) / (own[0].total + w)
-                q = (own[1].counts[b] + w * q) / (own[1].total + w)
-            ratios.append((q / p) ** TEMPER)
-        return ratios
+        return TurnRatios(right, wrong, self._requests.get(key))
 
     def forget(self, key: int) -> None:
         self._requests.pop(key, None)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DraftOdds:
     """What is believed of a request's drafts in a cycle, by bin; where by the bin before, START is the last."""
 
     reject: list[float]  # [NUM_BINS]: this draft is the first that is wrong
-    evidence: list[float]  # [NUM_BINS]: likelihood ratio of an earlier wrong turn
+    evidence: TurnRatios  # [NUM_BINS]
     accept_next: list[float]  # [NUM_BINS + 1]: the next draft, not made yet, is right if all before it are
     next_bins: list[list[float]]  # [NUM_BINS + 1][NUM_BINS]: distribution of the next draft's bin
+    right: list[float] = field(init=False)  # [NUM_BINS]: this draft is right if all before it are
+    both_right: list[float] = field(init=False)  # [NUM_BINS]: and the one after it is right too
+    _two_right: dict[int, float] = field(init=False, default_factory=dict, compare=False)
 
-    @cached_property
-    def both_right(self) -> list[float]:
-        """[NUM_BINS], by the bin of the draft to come: it and the one after it are right."""
-        # `accept_next` has START too, which cannot come
-        return [(1.0 - wrong) * after for wrong, after in zip(self.reject, self.accept_next, strict=False)]
+    def __post_init__(self) -> None:
+        self.right = [1.0 - wrong for wrong in self.reject]
+        self.both_right = list(map(mul, self.right, self.accept_next))  # of START too, which cannot come, there is none
 
-    @cached_property
-    def _ahead(self) -> dict[int, tuple[float, float]]:
-        return {}
+    def one_right(self, last: int) -> float:
+        """P(the draft to come after one of bin `last` is right)."""
+        chance: float = sum(map(mul, self.next_bins[last], self.right))
+        return chance
 
-    def ahead(self, last: int) -> tuple[float, float]:
-        """Chances that the draft to come after one of bin `last` is right, and that the one after it is too."""
-        known = self._ahead.get(last)
+    def two_right(self, last: int) -> float:
+        """P(the draft to come after one of bin `last` is right, and the one after it too)."""
+        known = self._two_right.get(last)
         if known is None:
-            chances = self.next_bins[last]
-            one = sum(chance * (1.0 - wrong) for chance, wrong in zip(chances, self.reject, strict=True))
-            known = self._ahead[last] = one, sum(map(mul, chances, self.both_right))
+            known = self._two_right[last] = sum(map(mul, self.next_bins[last], self.both_right))
         return known
 
     def survival(self, before: float, bin: int) -> float:
         """P(all drafts right) once a draft of `bin` has joined, from that of the drafts before it (Bayes)."""
-        right = before * (1.0 - self.reject[bin])
+        right = before * self.right[bin]
         wrong = before * self.reject[bin] + (1.0 - before) * self.evidence[bin]
         return right / (right + wrong)
 
 
 class Calibration:
-    """The three maps of a batch and its requests, and what follows what."""
+    """The three maps of a batch and its requests, and what follows what. A request's odds hold for a cycle: until its next
+    one is observed.
+
+    What the batch has shown is one for all requests that begin a cycle between two observations, and kept for them.
+    """
 
     def __init__(self) -> None:
         self._rejection = RejectionRates(PRIOR_REJECTION)
         self._next = RejectionRates([PRIOR_NEXT_REJECTION] * (NUM_BINS + 1))
         self._evidence = WrongTurnEvidence()
         self._follows = [_Histogram(0.5) for _ in range(NUM_BINS + 1)]
-        self._next_bins: list[list[float]] | None = None  # shared by all until the next cycle is observed
+        self._next_bins: list[list[float]] | None = None
 
     def odds(self, key: int) -> DraftOdds:
         if self._next_bins is None:
-            self._next_bins = [[n / row.total for n in row.counts] for row in self._follows]
+            self._next_bins = [row.distribution() for row in self._follows]
         return DraftOdds(
             self._rejection.rates(key),
             self._evidence.ratios(key),
@@ -200,17 +253,18 @@ class Calibration:
 
     def observe(self, key: int, confidences: Sequence[float], accepted: int) -> None:
         """A verified cycle: confidences of its drafts, of which `accepted` were right."""
-        before = START
+        bins = bins_of(confidences)
+        tried = bins[: accepted + 1]
+        before = [START, *bins][: len(tried)]
+        rejected = accepted < len(bins)
+        self._rejection.observe(key, tried, rejected)
+        self._next.observe(key, before, rejected)
+        self._evidence.observe(key, bins[:accepted], bins[accepted + 1 :])
+        for last, bin in zip(before, tried, strict=True):
+            follows = self._follows[last]
+            follows.counts[bin] += 1.0
+            follows.total += 1.0
         self._next_bins = None
-        for i, confidence in enumerate(confidences):
-            bin = bin_of(confidence)
-            if i <= accepted:
-                self._rejection.observe(key, bin, i == accepted)
-                self._next.observe(key, before, i == accepted)
-                self._follows[before].add(bin)
-            if i != accepted:
-                self._evidence.observe(key, bin, i > accepted)
-            before = bin
 
     def forget(self, key: int) -> None:
         self._rejection.forget(key)

@@ -27,29 +27,22 @@ BATCH_KEEP = 0.999
 PRIOR_DRAFTS = 4.0
 
 
-class _Rate:
-    """Tokens in the time of one plain token, smoothed over cycles."""
+class _Request:
+    """What is known of a request: its cycle under way, its tokens a second, and at what it was last asked."""
 
-    __slots__ = ("times", "tokens")
+    __slots__ = ("costs", "last", "odds", "price", "seen", "survival", "times", "tokens")
 
     def __init__(self) -> None:
-        self.tokens = self.times = 0.0
+        self.odds: DraftOdds | None = None  # None: a verification's outcome has made them out of date
+        self.tokens = self.times = 0.0  # tokens in the time of so many plain tokens, smoothed over cycles
+        self.costs = (0.0, 0.0, 0.0)  # of a draft, of a plain verification and of one of drafts
+        self.price = 0.0
+        self.begin_cycle()
 
-    def add(self, tokens: float, times: float, keep: float) -> None:
-        self.tokens = keep * self.tokens + tokens
-        self.times = keep * self.times + times
-
-
-class _Cycle:
-    """The pending drafts of a request, as far as their confidences are known."""
-
-    __slots__ = ("last", "odds", "seen", "survival")
-
-    def __init__(self, odds: DraftOdds) -> None:
-        self.odds = odds
-        self.seen = 0
-        self.survival = 1.0
-        self.last = START
+    def begin_cycle(self) -> None:
+        self.seen = 0  # pending drafts whose confidences are in `survival`
+        self.survival = 1.0  # P(these are all right)
+        self.last = START  # bin of the last of them
 
 
 class Confidence(PerRequestPolicy):
@@ -58,82 +51,82 @@ class Confidence(PerRequestPolicy):
     def __init__(self, cost: CostModel, reads: ReadModel, max_verify_tokens: int | None = None) -> None:
         super().__init__(cost, reads, max_verify_tokens)
         self._calibration = Calibration()
-        self._cycles: dict[int, _Cycle] = {}
-        self._batch_rate = _Rate()
-        self._rates: dict[int, _Rate] = {}
-        # in the last step: of a draft, of a plain verification and of one of drafts
-        self._last_costs: dict[int, tuple[float, float, float]] = {}
+        self._requests: dict[int, _Request] = {}
+        self._tokens = self._times = self._batch_rate = 0.0  # of the batch, as of a request
         self._mean_drafts = PRIOR_DRAFTS  # of the batch's cycles
-        self._last_prices: dict[int, float] = {}
 
     def _wants_draft(self, view: RequestView, costs: RowCosts) -> bool:
-        key = view.key
-        draft, verify, check = self._last_costs[key] = costs.of_row(view.length, view.pending)
-        price = self._last_prices[key] = self._price(key, verify)
-        cycle = self._cycles.get(key)
-        known = view.confidences
-        if cycle is None:
-            cycle = self._cycles[key] = _Cycle(self._calibration.odds(key))
-        elif len(known) < cycle.seen:  # verified, its outcome still to come; or preempted
-            cycle = self._cycles[key] = _Cycle(cycle.odds)
-        odds = cycle.odds
-        for i in range(cycle.seen, len(known)):
-            cycle.last = bin_of(known[i])
-            cycle.survival = odds.survival(cycle.survival, cycle.last)
-        cycle.seen = len(known)
+        request = self._requests.get(view.key)
+        if request is None:
+            request = self._requests[view.key] = _Request()
+        pending, known = view.pending, view.confidences
+        draft, verify, check = request.costs = costs.of_row(view.length, pending)
+        rate = self._batch_rate
+        if request.times:
+            rate = (request.tokens + PRIOR_CYCLES * rate) / (request.times + PRIOR_CYCLES)
+        price = request.price = (rate if rate > 1.0 else 1.0) / verify
+        odds, num_known = request.odds, len(known)
+        if odds is None:
+            odds = request.odds = self._calibration.odds(view.key)
+            request.begin_cycle()
+        elif num_known < request.seen:  # verified, its outcome still to come; or preempted
+            request.begin_cycle()
+        for i in range(request.seen, num_known):
+            request.last = bin_of(known[i])
+            request.survival = odds.survival(request.survival, request.last)
+        request.seen = num_known
         hurdle = price * draft
-        if not view.pending:  # it makes a check of a plain verification: a share of what that costs more
+        if not pending:  # it makes a check of a plain verification: a share of what that costs more
             hurdle += price * (check - verify) / max(1.0, self._mean_drafts)
-        gain = self._gain(odds, cycle.survival, cycle.last, view.pending - cycle.seen, hurdle)
-        return gain > 0.0 or (not view.pending and self._may_probe(view, costs))
+        return self._gains(odds, request.survival, request.last, pending - num_known, hurdle) or (
+            not pending and self._may_probe(view, costs)
+        )
 
-    def _gain(self, odds: DraftOdds, survival: float, last: int, unseen: int, hurdle: float) -> float:
-        """Tokens that one more draft gains, less `hurdle`; `unseen` of the pending drafts are not in `survival` yet."""
-        if not unseen:
-            gain = survival * odds.accept_next[last] - hurdle
-            if gain > 0.0 or survival <= hurdle:
-                return gain
+    def _gains(self, odds: DraftOdds, survival: float, last: int, unseen: int, hurdle: float) -> bool:
+        """Whether one more draft gains more tokens than `hurdle`; `unseen` of the pending drafts are not in `survival` yet."""
         if unseen:
-            one, two = odds.ahead(last)
-            survival *= (two / one) ** (unseen - 1)
+            two = odds.two_right(last)
+            if unseen > 1:
+                survival *= (two / odds.one_right(last)) ** (unseen - 1)
             gain = survival * two - hurdle
-            if gain > 0.0 or survival <= hurdle:
-                return gain
-            survival *= two / one
-        return gain + sum(
+        else:
+            gain = survival * odds.accept_next[last] - hurdle
+        if gain > 0.0 or survival <= hurdle:
+            return gain > 0.0
+        if unseen:
+            survival *= two / odds.one_right(last)
+        ahead = [
             chance * (survival * both - hurdle)
             for chance, both in zip(odds.next_bins[last], odds.both_right, strict=True)
             if survival * both > hurdle
-        )
+        ]
+        return gain + sum(ahead) > 0.0
 
     @property
     def price(self) -> float:
         """See `policy.base.Priced`."""
-        prices = self._last_prices.values()
+        prices = [request.price for request in self._requests.values()]
         return sum(prices) / len(prices) if prices else 0.0
 
-    def _price(self, key: int, plain: float) -> float:
-        batch, own = self._batch_rate, self._rates.get(key)
-        rate = batch.tokens / batch.times if batch.times else 0.0
-        if own is not None:
-            rate = (own.tokens + PRIOR_CYCLES * rate) / (own.times + PRIOR_CYCLES)
-        return max(rate, 1.0) / plain
-
     def observe_cycle(self, outcome: CycleOutcome) -> None:
-        if outcome.key not in self._last_costs:
+        request = self._requests.get(outcome.key)
+        if request is None:
             return  # it has left, or was never asked about
         super().observe_cycle(outcome)
         self._calibration.observe(outcome.key, outcome.confidences, outcome.accepted)
-        if outcome.drafted:
-            self._cycles.pop(outcome.key, None)  # what was believed is out of date
-        draft, verify, check = self._last_costs[outcome.key]
-        times = (outcome.drafted * draft + check) / verify if outcome.drafted else 1.0
-        self._mean_drafts += (1.0 - PRICE_KEEP) * (outcome.drafted - self._mean_drafts)
-        self._batch_rate.add(outcome.accepted + 1.0, times, BATCH_KEEP)
-        self._rates.setdefault(outcome.key, _Rate()).add(outcome.accepted + 1.0, times, PRICE_KEEP)
+        drafted, tokens, times = outcome.drafted, outcome.accepted + 1.0, 1.0
+        if drafted:
+            request.odds = None
+            draft, verify, check = request.costs
+            times = (drafted * draft + check) / verify
+        self._mean_drafts += (1.0 - PRICE_KEEP) * (drafted - self._mean_drafts)
+        self._tokens = BATCH_KEEP * self._tokens + tokens
+        self._times = BATCH_KEEP * self._times + times
+        self._batch_rate = self._tokens / self._times
+        request.tokens = PRICE_KEEP * request.tokens + tokens
+        request.times = PRICE_KEEP * request.times + times
 
     def forget(self, key: int) -> None:
         super().forget(key)
         self._calibration.forget(key)
-        for state in (self._cycles, self._rates, self._last_costs, self._last_prices):
-            state.pop(key, None)
+        self._requests.pop(key, None)

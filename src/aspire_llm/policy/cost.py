@@ -52,7 +52,9 @@ class ReadModel:
     def draft(self, length: int, tail: int) -> float:
         """A DRAFT row at `length` tokens, `tail` of them since the last verified one: budget · (L-R)/L + length · R/L,
         the tail always read and no layer reading more than there is."""
-        sparse = min(self.budget + tail, length)
+        sparse = self.budget + tail
+        if sparse > length:
+            sparse = length
         refresh = self.num_refresh_layers / self.num_layers
         return sparse * (1.0 - refresh) + length * refresh
 

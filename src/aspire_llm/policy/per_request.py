@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from aspire_llm.policy.base import Action, CycleOutcome, RequestView, StepLoad
 from aspire_llm.policy.cost import CostModel, ReadModel
-from aspire_llm.policy.rows import HostPace, RowCosts, VerifyBound
+from aspire_llm.policy.rows import DRAFT, VERIFY, HostPace, RowCosts, VerifyBound
 
 PROBE_SHARE = 0.01  # of plain decoding's time may go into finding out whether drafts would pay again
 
@@ -30,12 +30,10 @@ class PerRequestPolicy(ABC):
             len(requests),
             prefill,
             self._pace.seconds,
-            sum(view.length for view in requests) / max(1, len(requests)),
+            sum([view.length for view in requests]) / max(1, len(requests)),
         )
-        actions = [
-            Action.DRAFT if view.pending < view.max_draft and self._wants_draft(view, costs) else Action.VERIFY
-            for view in requests
-        ]
+        wants_draft = self._wants_draft
+        actions = [DRAFT if view.pending < view.max_draft and wants_draft(view, costs) else VERIFY for view in requests]
         return self._bound.apply(requests, actions)
 
     @abstractmethod

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from aspire_llm.errors import UserError
 from aspire_llm.policy.base import Action, RequestView, StepLoad
 from aspire_llm.policy.cost import CostModel, ReadModel
 
 RISE_KEEP, FALL_KEEP = 0.9, 0.998  # of the host's past, each step
+DRAFT, VERIFY = Action.DRAFT, Action.VERIFY  # looked up once: members of an Enum are slow to get at
 TYPICAL_DRAFTS = 4  # of a cycle, where a step of drafting requests is guessed at
 
 
@@ -29,7 +30,7 @@ class HostPace:
             self.seconds = keep * self.seconds + (1.0 - keep) * load.host_seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowCosts:
     """Seconds that a request's row adds to a step: its tokens, its KV reads, and its share of the fixed part.
 
@@ -44,6 +45,12 @@ class RowCosts:
     reads: ReadModel
     per_check: float = 0.0
     stall: float = 0.0  # the device's wait for the host, beside a draft or a verification of drafts
+    _draft: float = field(init=False)  # what every draft costs, and what every verification does, besides its reads
+    _verify: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._draft = self.stall + self.share + 2.0 * self.per_token
+        self._verify = self.share + self.per_token
 
     @classmethod
     def of_step(
@@ -70,16 +77,16 @@ class RowCosts:
 
     def draft(self, length: int, pending: int) -> float:
         """One more draft: its DRAFT row now and its token in the verification to come."""
-        return self.stall + self.share + 2.0 * self.per_token + self.per_kv * self.reads.draft(length, pending + 1)
+        return self._draft + self.per_kv * self.reads.draft(length, pending + 1)
 
     def verify(self, length: int) -> float:
         """A verification of no drafts: a plain token."""
-        return self.share + self.per_token + self.per_kv * self.reads.verify(length)
+        return self._verify + self.per_kv * self.reads.verify(length)
 
     def of_row(self, length: int, pending: int) -> tuple[float, float, float]:
         """`draft`, `verify` and `check` at once, for what is asked of every request in every step."""
         read = self.reads.verify(length)
-        verify = self.share + self.per_token + self.per_kv * read
+        verify = self._verify + self.per_kv * read
         return self.draft(length, pending), verify, self.stall + verify + self.per_check * read
 
     def check(self, length: int) -> float:
@@ -103,7 +110,7 @@ class VerifyBound:
     def apply(self, requests: Sequence[RequestView], actions: list[Action]) -> list[Action]:
         if self._limit is None:
             return actions
-        asking = [i for i, a in enumerate(actions) if a is Action.VERIFY and requests[i].pending]
+        asking = [i for i, view in enumerate(requests) if view.pending and actions[i] is VERIFY]
         asking.sort(key=lambda i: (-self._deferred.get(requests[i].key, 0), -requests[i].pending))
         room, first = self._limit, True
         for i in asking:
@@ -114,7 +121,7 @@ class VerifyBound:
                 first = False
             else:
                 self._deferred[view.key] = self._deferred.get(view.key, 0) + 1
-                actions[i] = Action.DRAFT if view.pending < view.max_draft else Action.WAIT
+                actions[i] = DRAFT if view.pending < view.max_draft else Action.WAIT
         return actions
 
     def forget(self, key: int) -> None:

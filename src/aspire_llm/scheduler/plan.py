@@ -66,7 +66,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        return sum([row.num_tokens for row in self.rows])
 
 
 @dataclass(slots=True)

@@ -23,9 +23,12 @@ from aspire_llm.errors import UserError
 from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, StepLoad
 from aspire_llm.request import FinishReason, Request, RowKind
 from aspire_llm.scheduler.plan import Admission, PageWrite, Row, RowResult, StepPlan, StepResult
-from aspire_llm.scheduler.stopping import find_stop
+from aspire_llm.scheduler.stopping import extend_output
 
 NONE_KNOWN: tuple[float, ...] = ()  # confidences
+# looked up once: members of an Enum are slow to get at, and these are asked for at every row of a step
+PREFILL_ROW, DRAFT_ROW, VERIFY_ROW = RowKind
+DRAFT, WAIT = Action.DRAFT, Action.WAIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Limits:
         return self.max_num_seqs * (self.max_draft_tokens + 1) + self.max_num_batched_tokens + self.min_last_chunk
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Progress:
     """New tokens of one request from one step."""
 
@@ -79,6 +82,7 @@ class Scheduler:
         self.validate(request)
         room = self.limits.max_model_len - len(request.prompt_token_ids)
         request.output_limit = min(request.params.max_tokens, room)
+        request.draft_limit = self.limits.max_draft_tokens if request.params.draft else 0
         self.waiting.append(request)
 
     def validate(self, request: Request) -> None:
@@ -119,19 +123,26 @@ class Scheduler:
         rows: list[Row] = []
         writes: list[PageWrite] = []
         named: list[Request] = []
-        for request, action in self._decide():
-            if request.slot is None:  # preempted by an older one, just now
+        prefilling = [r for r in self.running if r.num_prefilled < r.prefill_end]
+        decoding, views = self._decoding()
+        actions = self.policy.decide(views, self._prompt_load(prefilling, len(decoding))) if decoding else []
+        for request, view, action in zip(decoding, views, actions, strict=True):
+            if action is WAIT or request.slot is None:  # the latter: preempted by an older one, just now
                 continue
-            if self._reserve(request, writes):
-                rows.append(self._decode_row(request, action))
+            reach = view.length + view.pending
+            if reach <= request.num_reserved or self._reserve(request, reach, writes):
+                rows.append(self._decode_row(request, action, view.max_draft, reach))
                 named.append(request)
         budget = max(
-            self.limits.max_num_batched_tokens - sum(row.num_tokens for row in rows),
+            self.limits.max_num_batched_tokens - sum([row.num_tokens for row in rows]),
             self.limits.max_num_batched_tokens // 4,  # decoding always rides, but does not starve prompts either
         )
-        admissions = self._admit(writes, budget)
-        for request in self.running:
-            if request.in_prefill and budget > 0:
+        prefilling = [r for r in prefilling if r.slot is not None]
+        admissions = self._admit(writes, budget - sum([r.prefill_end - r.num_prefilled for r in prefilling]))
+        if admissions:
+            prefilling += self.running[-len(admissions) :]
+        for request in prefilling:
+            if budget > 0:
                 row = self._prefill_row(request, budget)
                 budget -= row.num_tokens
                 rows.append(row)
@@ -145,12 +156,11 @@ class Scheduler:
         self._in_flight.append((plan, tuple(named)))
         return plan
 
-    def _decide(self) -> list[tuple[Request, Action]]:
-        """The policy's word for every request that can decode now."""
+    def _decoding(self) -> tuple[list[Request], list[RequestView]]:
+        """Every request that can decode now, and what the policy may know of it."""
         decoding, views = [], []
-        most = self.limits.max_draft_tokens
         for request in self.running:
-            if request.in_prefill:
+            if request.num_prefilled < request.prefill_end:
                 continue
             # every token that may be committed already, those in flight included
             lookahead = request.num_lookahead
@@ -158,38 +168,41 @@ class Scheduler:
             left = request.output_limit - output
             if left <= 0:  # its end may be in flight
                 continue
-            max_draft = (most if most < left else left - 1) if request.params.draft else 0
-            length = len(request.prompt_token_ids) + output
+            most = request.draft_limit
             known = NONE_KNOWN if lookahead else request.confidences
-            views.append(RequestView(request.key, length, request.num_pending, known, max_draft))
+            views.append(
+                RequestView(
+                    request.key,
+                    len(request.prompt_token_ids) + output,
+                    request.num_pending,
+                    known,
+                    most if most < left else left - 1,
+                )
+            )
             decoding.append(request)
-        if not decoding:
-            return []
-        prompts = [r for r in self.running if r.in_prefill] if len(decoding) < len(self.running) else []
-        prompt_tokens = sum(r.prefill_end - r.num_prefilled for r in prompts)
-        prompt_tokens = min(prompt_tokens, max(0, self.limits.max_num_batched_tokens - len(decoding)))
-        prompt_reads = max((r.num_prefilled for r in prompts), default=0) + prompt_tokens
-        actions = self.policy.decide(views, StepLoad(prompt_tokens, prompt_reads))
-        decided: list[tuple[Request, Action]] = []
-        for request, view, action in zip(decoding, views, actions, strict=True):
-            if action is Action.DRAFT and view.pending >= view.max_draft:
-                raise RuntimeError(f"policy drafts past max_draft={view.max_draft}")
-            if action is not Action.WAIT:
-                decided.append((request, action))
-        return decided
+        return decoding, views
 
-    def _decode_row(self, request: Request, action: Action) -> Row:
+    def _prompt_load(self, prefilling: list[Request], num_decoding: int) -> StepLoad:
+        """Of the prefill rows that will share the step, at most."""
+        if not prefilling:
+            return StepLoad(0, 0)
+        tokens = sum(r.prefill_end - r.num_prefilled for r in prefilling)
+        tokens = min(tokens, max(0, self.limits.max_num_batched_tokens - num_decoding))
+        return StepLoad(tokens, max(r.num_prefilled for r in prefilling) + tokens)
+
+    def _decode_row(self, request: Request, action: Action, max_draft: int, reach: int) -> Row:
         assert request.slot is not None
-        reach = request.num_tokens + request.num_lookahead + request.num_pending
-        if action is Action.DRAFT:
-            request.num_pending += 1
-            request.stats.steps["draft"] += 1
-            return Row(request.slot, request.epoch, RowKind.DRAFT, 1, 0, reach)
-        row = Row(request.slot, request.epoch, RowKind.VERIFY, 1 + request.num_pending, 0, reach)
-        request.num_lookahead += row.num_tokens
+        pending, steps = request.num_pending, request.stats.steps
+        if action is DRAFT:
+            if pending >= max_draft:
+                raise RuntimeError(f"policy drafts past max_draft={max_draft}")
+            request.num_pending = pending + 1
+            steps["draft"] += 1
+            return Row(request.slot, request.epoch, DRAFT_ROW, 1, 0, reach)
+        request.num_lookahead += 1 + pending
         request.num_pending = 0
-        request.stats.steps["verify"] += 1
-        return row
+        steps["verify"] += 1
+        return Row(request.slot, request.epoch, VERIFY_ROW, 1 + pending, 0, reach)
 
     def _prefill_row(self, request: Request, budget: int) -> Row:
         assert request.slot is not None
@@ -205,12 +218,11 @@ class Scheduler:
         last = not request.in_prefill
         if last:
             request.num_lookahead += 1
-        return Row(request.slot, request.epoch, RowKind.PREFILL, n, start, reach=start + n, samples=last)
+        return Row(request.slot, request.epoch, PREFILL_ROW, n, start, reach=start + n, samples=last)
 
     def _admit(self, writes: list[PageWrite], budget: int) -> list[Admission]:
         """Move waiting requests into free slots, first come first served, while their known tokens fit."""
         admissions: list[Admission] = []
-        budget -= sum(r.prefill_end - r.num_prefilled for r in self.running if r.in_prefill)
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting[0]
             if request.num_in_flight:  # preempted a moment ago; its old pages are still named by a step
@@ -256,11 +268,8 @@ class Scheduler:
             )
         return admissions
 
-    def _reserve(self, request: Request, writes: list[PageWrite]) -> bool:
-        """Pages for the request's next row, preempting younger requests if there are none. False: it cannot run now."""
-        end = request.num_tokens + request.num_lookahead + request.num_pending
-        if end <= request.num_reserved:
-            return True
+    def _reserve(self, request: Request, end: int, writes: list[PageWrite]) -> bool:
+        """Pages for positions below `end`, preempting younger requests if there are none. False: it cannot run now."""
         while (grown := self.pages.reserve(request.key, end)) is None:
             victim = self.running[-1]
             self._preempt(victim)
@@ -299,8 +308,9 @@ class Scheduler:
             )
         )
         progress = []
+        tenants, now = self._tenants, self._clock()
         for row, row_result in zip(plan.rows, result.rows, strict=True):
-            request = self._tenants[row.slot]
+            request = tenants[row.slot]
             if request is None or request.epoch != row.epoch:
                 continue
             if row_result.error is not None:
@@ -308,43 +318,33 @@ class Scheduler:
                 self._finish(request, "error")
                 progress.append(Progress(request, 0, True))
                 continue
-            if row.kind is RowKind.DRAFT:
+            kind = row.kind
+            if kind is DRAFT_ROW:
                 request.confidences.append(row_result.confidence)
                 continue
-            if row.kind is RowKind.PREFILL:
+            if kind is PREFILL_ROW:
                 request.num_computed += row.num_tokens
                 request.prompt_logprobs.extend(row_result.prompt_logprobs)
             if row.samples:
-                progress.append(self._commit(request, row, row_result))
-            self._cache_prefix(request)
+                progress.append(self._commit(request, row, row_result, now))
+            if not request.finished:
+                self._cache_prefix(request, request.num_computed)
         self._release_left()
         return progress
 
-    def _commit(self, request: Request, row: Row, result: RowResult) -> Progress:
+    def _commit(self, request: Request, row: Row, result: RowResult, now: float) -> Progress:
         """Append the tokens that a row emitted, up to the first stop."""
-        now = self._clock()
         gap = now - request.last_token if request.last_token is not None else None
         if request.first_token is None:
             request.first_token = now
         request.last_token = now
-        emitted = result.token_ids
-        if row.kind is RowKind.VERIFY:
-            request.num_lookahead -= row.num_tokens
-            request.num_computed += len(emitted)
-        else:
-            request.num_lookahead -= 1
-        kept = 0
-        stop = None
-        for i, token in enumerate(emitted):
-            request.output_token_ids.append(token)
-            if result.logprobs:
-                request.logprobs.append(result.logprobs[i])
-            kept += 1
-            stop = find_stop(request, token, request.output_limit)
-            if stop is not None:
-                break
+        kept, stop = extend_output(request, result.token_ids)
+        if result.logprobs:
+            request.logprobs.extend(result.logprobs[:kept])
         drafted = accepted = 0
-        if row.kind is RowKind.VERIFY:
+        if row.kind is VERIFY_ROW:
+            request.num_lookahead -= row.num_tokens
+            request.num_computed += len(result.token_ids)
             drafted = row.num_tokens - 1
             accepted = min(result.num_accepted, kept)
             request.stats.record_cycle(drafted, accepted)
@@ -352,13 +352,17 @@ class Scheduler:
                 confidences = tuple(request.confidences[:drafted])
                 self.policy.observe_cycle(CycleOutcome(request.key, drafted, result.num_accepted, confidences))
             request.confidences.clear()
+        else:
+            request.num_lookahead -= 1
         if stop is not None:
             self._finish(request, stop.reason, stop.detail)
         return Progress(request, kept, stop is not None, drafted, accepted, gap)
 
-    def _cache_prefix(self, request: Request) -> None:
-        if not request.finished and self.pages.can_commit(request.key, request.num_computed):
-            self.pages.commit(request.key, request.token_ids, request.num_computed)
+    def _cache_prefix(self, request: Request, num_computed: int) -> None:
+        """Only the tokens that are not cached yet are looked at."""
+        first = self.pages.first_uncommitted(request.key, num_computed)
+        if first is not None:
+            self.pages.commit(request.key, request.tokens_between(first, num_computed), num_computed, first)
 
     # ---- leaving
 
@@ -372,8 +376,7 @@ class Scheduler:
             if request in self.waiting:
                 self.waiting.remove(request)
         else:
-            if request.num_computed and self.pages.can_commit(request.key, request.num_computed):
-                self.pages.commit(request.key, request.token_ids, min(request.num_computed, request.num_tokens))
+            self._cache_prefix(request, min(request.num_computed, request.num_tokens))
             self._vacate(request)
         self.policy.forget(request.key)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,22 +15,29 @@ class Stop:
     detail: int | str | None = None  # the stop token or stop string; None for EOS and length, as in vLLM
 
 
-def find_stop(request: Request, token: int, output_limit: int) -> Stop | None:
-    """Whether `token`, just appended to the output, ends the request. Also extends its text.
+def extend_output(request: Request, token_ids: Sequence[int]) -> tuple[int, Stop | None]:
+    """Append `token_ids` to the request's output and text up to the first that ends it; how many that were, and why it ends.
 
     A stop string cuts the text; the tokens that made it stay in the token ids, as in vLLM.
     """
-    params = request.params
-    long_enough = len(request.output_token_ids) >= params.min_tokens
-    stop: Stop | None = None
-    if long_enough and not params.ignore_eos and token in request.eos_token_ids:
-        stop = Stop("stop")
-    elif long_enough and token in params.stop_token_ids:
-        stop = Stop("stop", token)
-    if request.stream is not None:
-        matched = request.stream.push(token, ends=stop is not None, may_stop=long_enough)
-        if matched is not None:
-            stop = Stop("stop", matched)
-    if stop is None and len(request.output_token_ids) >= output_limit:
-        stop = Stop("length")
-    return stop
+    params, stream, output = request.params, request.stream, request.output_token_ids
+    eos = frozenset() if params.ignore_eos else request.eos_token_ids
+    stop_token_ids, min_tokens = params.stop_token_ids, params.min_tokens
+    before = len(output)
+    for num_tokens, token in enumerate(token_ids, before + 1):
+        output.append(token)
+        long_enough = num_tokens >= min_tokens
+        stop: Stop | None = None
+        if long_enough and token in eos:
+            stop = Stop("stop")
+        elif long_enough and token in stop_token_ids:
+            stop = Stop("stop", token)
+        if stream is not None:
+            matched = stream.push(token, ends=stop is not None, may_stop=long_enough)
+            if matched is not None:
+                stop = Stop("stop", matched)
+        if stop is None and num_tokens >= request.output_limit:
+            stop = Stop("length")
+        if stop is not None:
+            return num_tokens - before, stop
+    return len(token_ids), None
