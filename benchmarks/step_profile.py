@@ -29,13 +29,13 @@ OUTPUT = 1200
 SHOWN = 28  # kernels
 
 
-def timed(parts: dict[str, float], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def timed(parts: dict[str, list[float]], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         try:
             return call(*args, **kwargs)
         finally:
-            parts[name] += time.perf_counter() - began
+            parts[name].append(1e3 * (time.perf_counter() - began))
 
     return wrapper
 
@@ -71,7 +71,7 @@ def kinds(step: Step) -> tuple[int, int]:
 def by_kind(run: Run, steps: int) -> dict[str, Any]:
     """Median milliseconds of steps by what they hold; and of the host by part."""
     engine = run.engine
-    parts: dict[str, float] = defaultdict(float)
+    parts: dict[str, list[float]] = defaultdict(list)
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     tokens = 0
     for owner, method in (
@@ -98,7 +98,7 @@ def by_kind(run: Run, steps: int) -> dict[str, Any]:
     return {
         "tokens_per_s": tokens / seconds,
         "step_ms": 1e3 * seconds / steps,
-        "host_ms": {name: 1e3 * of / steps for name, of in parts.items()},
+        "host_ms": {name: [median(of), sum(of) / len(of), max(of)] for name, of in parts.items()},
         "device_ms": {f"{d} drafts, {v} verifications": [median(of), len(of)] for (d, v), of in sorted(found.items())},
     }
 
@@ -165,10 +165,20 @@ def main() -> None:
                 run = Run(llm, prompts)
                 try:
                     row = cell[name] = by_kind(run, 90 if GPU else 20)
-                    host = ", ".join(f"{k} {v:.2f}" for k, v in row["host_ms"].items())
+                    host = ", ".join(f"{k} {mid:.2f} (most {most:.1f})" for k, (mid, _, most) in row["host_ms"].items())
                     say(
                         f"{batch}x{length} {name}: {row['tokens_per_s']:.0f} tok/s, step {row['step_ms']:.2f} ms; host {host}"
                     )
+                    cost = llm.engine.cost
+                    if cost is not None:
+                        terms = [cost.fixed, cost.per_token, cost.per_kv, cost.per_check, cost.free_tokens]
+                        row["cost"] = terms
+                        row["within_10_percent"] = cost.share_within()
+                        say(
+                            f"   cost {1e3 * terms[0]:.2f} ms, {1e6 * terms[1]:.1f} us a token beyond {terms[4]:.0f}, "
+                            f"{1e9 * terms[2]:.1f} ns a KV token, {1e9 * terms[3]:.1f} more checked; "
+                            f"{100 * cost.share_within():.0f} % within 10 %"
+                        )
                     often = sorted(row["device_ms"].items(), key=lambda of: -of[1][1])[:8]
                     for what, (ms, count) in often:
                         say(f"   {ms:7.2f} ms  {what} ({count} steps)")

@@ -21,13 +21,13 @@ sys.path.remove(SCRIPTS)
 def test_a_tiny_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "splits.json"
     main(
-        "--shape tiny --rows 2 --sets 32 --length 96 --page 16 --layers 1 --programs 2,8 --min-blocks 1,6 --repeats 1"
+        "--shape tiny --rows 2 --sets 64 --length 128 --page 16 --layers 1 --programs 2,16 --min-blocks 1,6 --repeats 1"
         f" --out {out}".split()
     )
     found = json.loads(out.read_text())
-    assert [(split["programs"], split["min_blocks"]) for split in found] == [(2, 1), (2, 6), (8, 1), (8, 6)]
-    assert [split["pieces"] for split in found] == [2, 2, 4, 2]  # two rows of 4 blocks: whole, or in halves
-    assert all(split["bytes"] == 2 * (32 + 32) * 2 * 2 * 16 * 4 for split in found)  # set and tail, K and V
+    assert [(split["programs"], split["min_blocks"]) for split in found] == [(2, 1), (2, 6), (16, 1), (16, 6)]
+    assert [split["pieces"] for split in found] == [2, 2, 4, 2]  # two rows of 6 blocks: whole, or in halves
+    assert all(split["bytes"] == 2 * (64 + 32) * 2 * 2 * 16 * 4 for split in found)  # set and tail, K and V
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 

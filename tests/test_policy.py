@@ -14,7 +14,7 @@ from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, St
 from aspire_llm.policy.calibration import Calibration, bin_of
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
-from aspire_llm.policy.rows import RowCosts
+from aspire_llm.policy.rows import HostPace, RowCosts
 
 NO_LOAD = StepLoad(0, 0.0)
 READS = ReadModel(452, 24, 1)
@@ -451,6 +451,28 @@ def test_no_drafts_where_the_host_is_slower_than_a_step_of_them(name: str) -> No
 
     assert mean_drafts(0.002) >= 2.0
     assert mean_drafts(0.014) < 0.3
+
+
+def test_a_host_that_stumbled_is_not_a_slow_host() -> None:
+    """A kernel that is compiled holds the host up for a hundred steps' time: drafts are worth no less after it."""
+    pace = HostPace()
+    for i in range(60):
+        pace.observe(StepLoad(0, 0.0, 0.0, host_seconds=0.5 if i in (2, 3, 20, 40, 42) else 0.004))
+    assert pace.seconds == pytest.approx(0.004, rel=0.05)
+
+
+def test_a_host_that_is_slow_for_a_while_is_seen_and_forgiven() -> None:
+    pace = HostPace()
+
+    def after(steps: int, seconds: float) -> float:
+        for _ in range(steps):
+            pace.observe(StepLoad(0, 0.0, 0.0, host_seconds=seconds))
+        return pace.seconds
+
+    assert after(60, 0.004) == pytest.approx(0.004, rel=0.01)
+    assert after(30, 0.040) > 0.035
+    assert after(30, 0.004) > 0.025  # not at once
+    assert after(600, 0.004) < 0.0042
 
 
 def test_a_host_that_keeps_up_changes_nothing() -> None:

@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from aspire_llm.attention.triton.backend import TritonBackend, Tuning
 from aspire_llm.errors import UserError
@@ -9,6 +11,7 @@ from triton_oracle import RowSpec, Scene, attend, make_scene
 pytestmark = pytest.mark.kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DIM = 64 if DEVICE == "cuda" else 16  # of heads, where it does not matter: the smallest
 PREFILL, DRAFT, VERIFY = RowKind.PREFILL, RowKind.DRAFT, RowKind.VERIFY
 SMALL = Tuning(block_n=16, programs=8, min_blocks=1)
 
@@ -69,7 +72,7 @@ MIXED = [
 
 @pytest.mark.parametrize(("num_heads", "kv_heads"), [(1, 1), (3, 1), (8, 2), (7, 1), (16, 1)])
 def test_every_kind_of_row_in_one_launch(num_heads, kv_heads):
-    scene = make_scene(MIXED, num_heads=num_heads, kv_heads=kv_heads, dim=16, padding=2, device=DEVICE)
+    scene = make_scene(MIXED, num_heads=num_heads, kv_heads=kv_heads, dim=DIM, padding=2, device=DEVICE)
     check(scene, backend(scene, tuning=Tuning(block_n=16 if kv_heads == 2 else 32, programs=6, min_blocks=1)))
 
 
@@ -86,7 +89,7 @@ def test_head_sizes_pages_and_blocks(dim, page_size, block_n):
 
 
 def test_windows_are_kept_by_every_kind_of_row():
-    scene = make_scene(MIXED, num_heads=4, kv_heads=1, dim=16, num_layers=2, device=DEVICE)
+    scene = make_scene(MIXED, num_heads=4, kv_heads=1, dim=DIM, num_layers=2, device=DEVICE)
     check(scene, backend(scene, windows=[8, 33]))
 
 
@@ -103,34 +106,38 @@ def test_scores_are_mean_probabilities():
     specs = [weighted(spec) if i not in (2, 10) else spec for i, spec in enumerate(MIXED)]
     prompt = RowSpec(PREFILL, 10, 25, weights=(0.0,) * 20 + (0.2,) * 5)  # the last queries of a prompt
     scene = make_scene(
-        [*specs[:9], *specs[10:14], prompt], num_heads=4, kv_heads=1, dim=16, num_layers=3, padding=1, device=DEVICE
+        [*specs[:9], *specs[10:14], prompt], num_heads=4, kv_heads=1, dim=DIM, num_layers=3, padding=1, device=DEVICE
     )
     check(scene, backend(scene, refresh_layers=[1], score_layers=[0, 1], max_scored_tokens=20))
 
 
 def test_scores_of_wide_tiles_and_of_windows():
     specs = [weighted(RowSpec(VERIFY, 60, 17)), weighted(RowSpec(VERIFY, 3, 20)), weighted(RowSpec(VERIFY, 31, 18))]
-    scene = make_scene(specs, num_heads=4, kv_heads=1, dim=16, num_layers=2, device=DEVICE)
+    scene = make_scene(specs, num_heads=4, kv_heads=1, dim=DIM, num_layers=2, device=DEVICE)
     check(scene, backend(scene, windows=[None, 24], score_layers=[0, 1]))
 
 
 def test_a_shorter_step_leaves_nothing_of_the_longer_one():
     long = make_scene(
-        [weighted(RowSpec(VERIFY, 90, 2)), weighted(RowSpec(VERIFY, 40, 1))], num_heads=2, kv_heads=1, dim=16
+        [weighted(RowSpec(VERIFY, 90, 2)), weighted(RowSpec(VERIFY, 40, 1))],
+        num_heads=2,
+        kv_heads=1,
+        dim=DIM,
+        device=DEVICE,
     )
     made = backend(long, score_layers=[0])
     check(long, made)
-    short = make_scene([weighted(RowSpec(VERIFY, 20, 2))], num_heads=2, kv_heads=1, dim=16, seed=1)
+    short = make_scene([weighted(RowSpec(VERIFY, 20, 2))], num_heads=2, kv_heads=1, dim=DIM, seed=1, device=DEVICE)
     made.pool = short.pool
     check(short, made)
 
 
 def test_buffers_serve_any_step_within_their_bounds():
     scenes = [
-        make_scene(MIXED[a:b], num_heads=4, kv_heads=1, dim=16, padding=pad, seed=a, device=DEVICE)
+        make_scene(MIXED[a:b], num_heads=4, kv_heads=1, dim=DIM, padding=pad, seed=a, device=DEVICE)
         for a, b, pad in ((3, 9, 0), (0, 3, 4), (9, 13, 1), (14, 16, 0), (13, 14, 2))
     ]
-    made = backend(make_scene(MIXED, num_heads=4, kv_heads=1, dim=16, device=DEVICE), max_len=112)
+    made = backend(make_scene(MIXED, num_heads=4, kv_heads=1, dim=DIM, device=DEVICE), max_len=112)
     for scene in scenes:
         made.pool = scene.pool
         check(scene, made)
@@ -144,19 +151,19 @@ def test_any_number_of_pieces(programs):
         RowSpec(DRAFT, 90, 1, 60, tuple(range(0, 60, 2))),
         RowSpec(VERIFY, 5, 3),
     ]
-    scene = make_scene(specs, num_heads=4, kv_heads=1, dim=16, device=DEVICE)
+    scene = make_scene(specs, num_heads=4, kv_heads=1, dim=DIM, device=DEVICE)
     check(scene, backend(scene, tuning=Tuning(block_n=16, programs=programs, min_blocks=1)))
 
 
 def test_deterministic_bits_do_not_depend_on_the_batch():
     """A token alone, in a verification, and beside other rows: the same bits."""
-    lone = make_scene([RowSpec(VERIFY, 1500, 5)], num_heads=4, kv_heads=1, dim=16, page_size=64, device=DEVICE)
+    lone = make_scene([RowSpec(VERIFY, 1500, 5)], num_heads=4, kv_heads=1, dim=DIM, page_size=64, device=DEVICE)
     options = {"max_tokens": 64, "max_rows": 8, "max_len": 1600, "tuning": Tuning(block_n=64, programs=8)}
     made = backend(lone, deterministic=True, **options)
     whole = made.run(made.plan(lone.batch), 0, lone.q, lone.k, lone.v)
     made.store(0, lone.k, lone.v)
     for j in range(5):
-        one = make_scene([RowSpec(VERIFY, 1500 + j, 1)], num_heads=4, kv_heads=1, dim=16, page_size=64, device=DEVICE)
+        one = make_scene([RowSpec(VERIFY, 1500 + j, 1)], num_heads=4, kv_heads=1, dim=DIM, page_size=64, device=DEVICE)
         one.batch.page_table[int(one.batch.slots[0])] = lone.batch.page_table[int(lone.batch.slots[0])][
             : one.batch.page_table.shape[1]
         ]
@@ -166,25 +173,57 @@ def test_deterministic_bits_do_not_depend_on_the_batch():
             assert torch.equal(out[0], whole[j])
         torch.testing.assert_close(out[0], whole[j], rtol=1e-6, atol=1e-6)
     check(lone, backend(lone, deterministic=True, **options))
-    mixed = make_scene(MIXED[8:14], num_heads=4, kv_heads=1, dim=16, device=DEVICE)
+    mixed = make_scene(MIXED[8:14], num_heads=4, kv_heads=1, dim=DIM, device=DEVICE)
     check(mixed, backend(mixed, deterministic=True))
 
 
 def test_half_precision_caches():
     # The interpreter multiplies bfloat16 as integers: there only on the device.
     for dtype in (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float16,):
-        scene = make_scene(MIXED[3:12], num_heads=4, kv_heads=1, dim=16, dtype=dtype, device=DEVICE)
+        scene = make_scene(MIXED[3:12], num_heads=4, kv_heads=1, dim=DIM, dtype=dtype, device=DEVICE)
         check(scene, backend(scene), tolerance=2e-2)
 
 
 def test_fp8_cache_with_scales():
     options = {"dtype": torch.float8_e4m3fn, "key_scale": 0.5, "value_scale": 2.0, "device": DEVICE}
-    scene = make_scene(MIXED[3:12], num_heads=4, kv_heads=1, dim=16, **options)
+    scene = make_scene(MIXED[3:12], num_heads=4, kv_heads=1, dim=DIM, **options)
     check(scene, backend(scene), tolerance=1e-4)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_pieces_cover_every_key_once_and_fit(data: st.DataObject) -> None:
+    """Drafts alone or beside verifications, however many programs are aimed at."""
+    specs = []
+    for _ in range(data.draw(st.integers(1, 9), "drafts")):
+        length = data.draw(st.integers(1, 200), "length")
+        count = data.draw(st.integers(0, length), "set")
+        specs.append(RowSpec(DRAFT, length, 1, tail_start=length, set_positions=tuple(range(count))))
+    for _ in range(data.draw(st.integers(0, 2), "verifications")):
+        specs.append(RowSpec(VERIFY, data.draw(st.integers(0, 200), "start"), data.draw(st.integers(1, 20), "tokens")))
+    tuning = Tuning(block_n=16, programs=data.draw(st.integers(1, 40)), min_blocks=data.draw(st.integers(1, 3)))
+    scene = make_scene(specs, num_heads=4, kv_heads=1, dim=DIM, set_width=200, device=DEVICE)
+    made = backend(scene, tuning=tuning)
+    made.plan(scene.batch)
+    num_pieces = int(made.num_pieces[0])
+    _, fits = made.bounds(scene.batch.positions.shape[0], len(specs))
+    assert num_pieces <= fits
+    covered: dict[int, list[range]] = {}  # by a tile's first token: stretches of key indices
+    for piece in made.pieces[0, :num_pieces].tolist():
+        covered.setdefault(piece[0], []).append(range(piece[6], piece[7]))
+    offset = 0
+    for spec in specs:
+        tokens = [t for t in range(spec.num_tokens) if offset + t in covered]
+        assert tokens[0] == 0
+        for first, after in zip(tokens, [*tokens[1:], spec.num_tokens], strict=True):
+            keys = spec.start + after if spec.kind == VERIFY else len(spec.set_positions) + spec.num_tokens
+            assert [i for stretch in covered.pop(offset + first) for i in stretch] == list(range(keys))
+        offset += spec.num_tokens
+    assert not covered
+
+
 def test_strided_queries_and_keys():
-    scene = make_scene(MIXED[:6], num_heads=4, kv_heads=2, dim=16, device=DEVICE)
+    scene = make_scene(MIXED[:6], num_heads=4, kv_heads=2, dim=DIM, device=DEVICE)
     fused = torch.cat([scene.q, scene.k, scene.v], dim=1)  # [T, 8, D]: one qkv matrix
     scene.q, scene.k, scene.v = fused[:, :4], fused[:, 4:6], fused[:, 6:]
     check(scene, backend(scene))
@@ -192,7 +231,7 @@ def test_strided_queries_and_keys():
 
 def test_reads_are_counted_by_kind():
     specs = [RowSpec(VERIFY, 10, 3), RowSpec(DRAFT, 40, 1, 38, (0, 1, 2, 3)), RowSpec(PREFILL, 0, 20)]
-    scene = make_scene(specs, num_heads=2, kv_heads=1, dim=16, num_layers=3, device=DEVICE)
+    scene = make_scene(specs, num_heads=2, kv_heads=1, dim=DIM, num_layers=3, device=DEVICE)
     made = backend(scene, windows=[None, None, 8], refresh_layers=[1])
     plan = made.plan(scene.batch)
     for layer in range(3):
@@ -201,12 +240,12 @@ def test_reads_are_counted_by_kind():
 
 
 def test_refusals():
-    scene = make_scene(MIXED[:3], num_heads=4, kv_heads=2, dim=16, device=DEVICE)
+    scene = make_scene(MIXED[:3], num_heads=4, kv_heads=2, dim=DIM, device=DEVICE)
     with pytest.raises(UserError, match="group"):
         backend(scene, num_heads=5)
     narrow = backend(scene, max_rows=2)
     with pytest.raises(UserError, match="3 rows"):
         narrow.plan(scene.batch)
-    many = make_scene([RowSpec(PREFILL, 0, 9, weights=(1.0,) * 9)], num_heads=2, kv_heads=1, dim=16, device=DEVICE)
+    many = make_scene([RowSpec(PREFILL, 0, 9, weights=(1.0,) * 9)], num_heads=2, kv_heads=1, dim=DIM, device=DEVICE)
     with pytest.raises(UserError, match="9 scored tokens"):
         backend(many, score_layers=[0], max_scored_tokens=8).plan(many.batch)

@@ -7,7 +7,7 @@ import torch
 
 from aspire_llm.attention.triton.backend import Tuning
 from exact_interpreter import exact_interpreter  # noqa: F401
-from test_triton_attention import DEVICE, DRAFT, PREFILL, VERIFY, backend, check, weighted
+from test_triton_attention import DEVICE, DIM, DRAFT, PREFILL, VERIFY, backend, check, weighted
 from triton_oracle import RowSpec, make_scene
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("exact_interpreter")]
@@ -34,7 +34,7 @@ def rows(group: int) -> list[RowSpec]:
 def test_rows_of_one_and_of_two_scored_tokens(group: int, dtype: torch.dtype) -> None:
     scales = {"key_scale": 0.5, "value_scale": 2.0} if dtype == FP8 else {}
     scene = make_scene(
-        rows(group), num_heads=2 * group, kv_heads=2, dim=16, padding=2, num_layers=2, dtype=dtype, device=DEVICE, **scales
+        rows(group), num_heads=2 * group, kv_heads=2, dim=DIM, padding=2, num_layers=2, dtype=dtype, device=DEVICE, **scales
     )  # fmt: skip
     tuning = Tuning(block_n=16, programs=8, min_blocks=1)
     options = {"refresh_layers": [0], "score_layers": [0, 1], "windows": [None, 40], "max_scored_tokens": 5}
@@ -46,7 +46,8 @@ def test_a_row_that_had_two_leaves_nothing_in_a_row_of_one() -> None:
     made = None
     for step, count in enumerate((2, 1, 2, 1)):
         spec = weighted(RowSpec(VERIFY, 80 - 20 * step, count))
-        scene = make_scene([spec, weighted(RowSpec(VERIFY, 17, 3 - count))], num_heads=8, kv_heads=2, dim=16, seed=step)
+        specs = [spec, weighted(RowSpec(VERIFY, 17, 3 - count))]
+        scene = make_scene(specs, num_heads=8, kv_heads=2, dim=DIM, seed=step, device=DEVICE)
         made = made or backend(scene, score_layers=[0])
         made.pool = scene.pool
         check(scene, made)

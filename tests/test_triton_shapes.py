@@ -8,7 +8,7 @@ import torch
 
 from aspire_llm.attention.triton.backend import Tuning
 from exact_interpreter import exact_interpreter  # noqa: F401
-from test_triton_attention import DEVICE, DRAFT, PREFILL, VERIFY, backend, check, weighted
+from test_triton_attention import DEVICE, DIM, DRAFT, PREFILL, VERIFY, backend, check, weighted
 from triton_oracle import RowSpec, Scene, make_scene
 
 pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("exact_interpreter")]
@@ -60,7 +60,7 @@ def one_by_one(scene: Scene, row: int, token: int, **options: object) -> torch.T
 def test_deterministic_bits_do_not_depend_on_the_row(window: int | None, dtype: torch.dtype) -> None:
     """Tokens before, at and after a split, first and last of their row, beside other rows: as if alone."""
     specs = [RowSpec(PREFILL, 0, 9), RowSpec(VERIFY, 1021, 6), RowSpec(VERIFY, 1290, 17), RowSpec(VERIFY, 30, 1)]
-    scene = make_scene(specs, num_heads=4, kv_heads=1, dim=16, page_size=64, dtype=dtype, device=DEVICE)
+    scene = make_scene(specs, num_heads=4, kv_heads=1, dim=DIM, page_size=64, dtype=dtype, device=DEVICE)
     options = {
         "windows": [window], "deterministic": True, "max_tokens": 64, "max_rows": 8, "nominal_len": 2048,
         "tuning": Tuning(block_n=64, programs=8),

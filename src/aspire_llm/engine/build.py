@@ -38,13 +38,18 @@ from aspire_llm.scheduler.scheduler import Limits, Scheduler
 CPU_CACHE_SHARE = 0.4  # of the free memory, when kv_cache_memory is not given
 DEFAULT_BUDGET = 512
 DEFAULT_VERIFIED_SHARE = 0.5
-MAX_GRAPH_TOKENS = 512  # wider steps hold prompt chunks, whose work hides the launches
+MAX_GRAPH_TOKENS = (
+    512  # or all that a batch drafts and verifies; wider steps hold prompt chunks, whose work hides the launches
+)
 # options that mean nothing beside a policy or selector of the caller's own
 REPLACED = {
     "policy_object": ("policy", "draft_tokens", "max_verify_tokens"),
     "selector_factory": ("context", "refresh_layers"),
 }
 GPU_VERIFY_TOKENS = 128  # tokens a step that hide behind the read of the weights (measured on an H200)
+VERIFY_TOKENS_A_REQUEST = (
+    2  # but a batch whose requests go at their own pace verifies about one token a request and step
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +181,16 @@ def resolve(
         context=context,
         policy=policy,
         draft_tokens=min(config.draft_tokens or preset.draft_tokens, max_draft),
-        max_verify_tokens=config.max_verify_tokens or (GPU_VERIFY_TOKENS if device.type == "cuda" else None),
+        max_verify_tokens=config.max_verify_tokens or default_verify_tokens(config.max_num_seqs, device),
         budget=drafting.budget,
         refresh_layers=drafting.refresh_layers,
         verified_share=drafting.verified_share,
     )
+
+
+def default_verify_tokens(max_num_seqs: int, device: torch.device) -> int | None:
+    """The bound on tokens of verifications in a step; None: there is none."""
+    return max(GPU_VERIFY_TOKENS, VERIFY_TOKENS_A_REQUEST * max_num_seqs) if device.type == "cuda" else None
 
 
 def drafting_context(config: EngineConfig, profile: Profile | None) -> DraftingContext:
@@ -366,7 +376,8 @@ def build_forward(
         return EagerForward(decoder, backend, state, contexts)
     from aspire_llm.engine.graphs import GraphForward, graph_sizes
 
-    widest = min(MAX_GRAPH_TOKENS, config.max_num_seqs * (resolved.limits.max_draft_tokens + 1))
+    at_own_pace = config.max_num_seqs + (resolved.max_verify_tokens or 0)
+    widest = min(max(MAX_GRAPH_TOKENS, at_own_pace), config.max_num_seqs * (resolved.limits.max_draft_tokens + 1))
     return GraphForward(decoder, backend, state, contexts, graph_sizes(widest), scored=selector is not None)
 
 

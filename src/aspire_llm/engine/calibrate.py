@@ -57,29 +57,41 @@ def calibrate(
     if not drafts or lengths[0] == lengths[1] or lengths[0] <= room:
         return None
     batches = {min(b, limits.max_num_seqs) for b in BATCHES[runner.device.type]}
-    if runner.device.type == "cuda":  # there, what a token costs in a small step says little about large ones
-        batches.add(min(limits.max_num_seqs, MOST_TOKENS // 2))
-    for batch in sorted(batches):
-        for length in lengths:
-            pages_of_slot = -(-length // pages.page_size)
-            if batch * pages_of_slot > pages.num_free:
-                continue
-            pages.open(KEY, (), 0)
-            reserved = pages.reserve(KEY, batch * pages_of_slot * pages.page_size)
-            assert reserved is not None
-            try:
-                fitting = [n for n in drafts if batch * (n + 1) <= MOST_TOKENS]
-                measured = list(_cycle(runner, pool, reserved[1], batch, length, room, fitting))
-            finally:
-                pages.release(KEY)
-                for slot in range(batch):
-                    runner.sampler.release(slot)
-            samples.extend(measured[1:])  # the first one warms up
+    steps = [(batch, length) for batch in sorted(batches) for length in lengths]
+    if runner.device.type == "cuda":
+        # What a token costs in a small step says little about large ones; and the kernels of the longest requests are compiled
+        # before one comes.
+        large = min(limits.max_num_seqs, MOST_TOKENS // 2)
+        steps += [(large, length) for length in lengths if large not in batches]
+        steps += [(1, longest)] * (longest > lengths[1])
+    for batch, length in steps:
+        pages_of_slot = -(-length // pages.page_size)
+        if batch * pages_of_slot > pages.num_free:
+            continue
+        pages.open(KEY, (), 0)
+        reserved = pages.reserve(KEY, batch * pages_of_slot * pages.page_size)
+        assert reserved is not None
+        try:
+            fitting = [n for n in drafts if batch * (n + 1) <= MOST_TOKENS]
+            at_once = max(1, limits.max_num_batched_tokens // LAST_CHUNK)
+            measured = list(_cycle(runner, pool, reserved[1], batch, length, room, fitting, at_once))
+        finally:
+            pages.release(KEY)
+            for slot in range(batch):
+                runner.sampler.release(slot)
+        samples.extend(measured[1:])  # the first one warms up
     return CostModel.fit(samples, free_tokens) if len(samples) >= 3 else None
 
 
 def _cycle(
-    runner: Runner, pool: KVPool, borrowed: Sequence[int], batch: int, length: int, room: int, drafts: Sequence[int]
+    runner: Runner,
+    pool: KVPool,
+    borrowed: Sequence[int],
+    batch: int,
+    length: int,
+    room: int,
+    drafts: Sequence[int],
+    prompts_at_once: int,
 ) -> Iterator[StepLoad]:
     """Steps of one batch size and length: plain ones, then each number of drafts and their verification."""
     places = torch.tensor(borrowed, device=runner.device)[:, None] * pool.page_size + torch.arange(
@@ -100,7 +112,9 @@ def _cycle(
 
     # The end of a prompt gives the requests their context; its own time says nothing about decoding.
     ends = tuple(Row(s, 0, RowKind.PREFILL, chunk, len(prompt) - chunk, len(prompt)) for s in range(batch))
-    runner.run(StepPlan(0, ends, admissions, writes))
+    for first in range(0, batch, prompts_at_once):
+        some = slice(first, first + prompts_at_once)
+        runner.run(StepPlan(0, ends[some], admissions[some], writes[some]))
     for _ in range(1 + PLAIN_STEPS):
         yield step(RowKind.VERIFY, 1)
     for n in drafts:

@@ -98,6 +98,7 @@ class GraphForward:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             forwarded = self._eager.run(described, arrays)
+        graph.replay()  # the first one is slow: not while serving
         return Captured(graph, same_type(arrays), forwarded)
 
 

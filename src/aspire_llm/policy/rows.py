@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 
 from aspire_llm.errors import UserError
 from aspire_llm.policy.base import Action, RequestView, StepLoad
 from aspire_llm.policy.cost import CostModel, ReadModel
 
-RISE_KEEP, FALL_KEEP = 0.9, 0.998  # of the host's past, each step
+RISE_KEEP, FALL_KEEP = 0.9, 0.99  # of the host's past, each step
+PACE_STEPS = 5  # two odd ones among so many are ignored
 DRAFT, VERIFY = Action.DRAFT, Action.VERIFY  # looked up once: members of an Enum are slow to get at
 TYPICAL_DRAFTS = 4  # of a cycle, where a step of drafting requests is guessed at
 
@@ -17,17 +20,22 @@ TYPICAL_DRAFTS = 4  # of a cycle, where a step of drafting requests is guessed a
 class HostPace:
     """Smoothed seconds of the host's work for a step, where a device runs another one meanwhile; 0 where they take turns.
 
-    It rises within ten steps and falls within hundreds: plain steps give the host less to do, and must not make drafts look
-    cheap again at once.
+    It rises within ten steps and falls within a hundred: plain steps give the host less to do, and must not make drafts look
+    cheap again at once. One step of the host's that took very long (a kernel compiled, a process of somebody else's) is not
+    its pace: the median of the last few is smoothed, not each.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._last: deque[float] = deque(maxlen=PACE_STEPS)
 
     def observe(self, load: StepLoad) -> None:
-        if load.host_seconds > 0.0:
-            keep = RISE_KEEP if load.host_seconds > self.seconds else FALL_KEEP
-            self.seconds = keep * self.seconds + (1.0 - keep) * load.host_seconds
+        if load.host_seconds <= 0.0:
+            return
+        self._last.append(load.host_seconds)
+        now = median_low(self._last)
+        keep = RISE_KEEP if now > self.seconds else FALL_KEEP
+        self.seconds = keep * self.seconds + (1.0 - keep) * now
 
 
 @dataclass(slots=True)

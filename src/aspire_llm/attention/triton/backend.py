@@ -223,7 +223,7 @@ class TritonBackend:
         tiles = min(num_tokens, num_rows + num_tokens // (TILE_ROWS // self.group))
         if self.fixed_blocks:
             return tiles, tiles * -(-self.max_len // (self.fixed_blocks * self.tuning.block_n))
-        return tiles, tiles + 2 * self.programs  # sparse tiles may be cut twice as fine
+        return tiles, tiles + 2 * self.programs  # as far as sparse tiles may be cut
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         """Make the work lists of every layer on the device. Two launches."""
@@ -324,7 +324,7 @@ class TritonBackend:
             self.tiles[layer], self.row_tiles[layer], out, self.lse,
             batch.slots.shape[0], self.num_heads, out.stride(0), out.stride(1), self.pool.value_scales[layer],
             KV_HEADS=self.kv_heads, GROUP=self.group, G_PAD=group_pad, D=self.head_dim, D_PAD=dim_pad, ROWS=self.rows,
-            AT_ONCE=min(8, max(1, 4096 // (group_pad * dim_pad))), num_warps=4,
+            AT_ONCE=min(4, max(1, 2048 // (group_pad * dim_pad))), num_warps=2,
         )  # fmt: skip
 
     def _score(self, batch: AttentionBatch, layer: int, q: Tensor) -> None:

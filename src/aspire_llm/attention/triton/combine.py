@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+MAXIMA_AT_ONCE = tl.constexpr(32)
+
 
 @triton.jit(do_not_specialize=["row_offsets", "tiles", "row_tiles", "num_rows", "num_heads"])
 def combine_kernel(
@@ -31,7 +33,8 @@ def combine_kernel(
     ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Grid (T, KV heads). Pieces are added in their order, AT_ONCE at a time, so that the sum depends on nothing else."""
+    """Grid (T, KV heads). Pieces are added in their order, AT_ONCE at a time, so that the sum depends on nothing else; few at a
+    time, so that registers hold many programs. Their maximum is found first, so that no addition waits for another's."""
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     row = tl.load(token_row + token)
@@ -53,26 +56,27 @@ def combine_kernel(
         return
     packed = local % tile_tokens * GROUP + g
     m = tl.full([G_PAD], float("-inf"), tl.float32)
+    for first in range(0, count, MAXIMA_AT_ONCE):
+        p = first + tl.arange(0, MAXIMA_AT_ONCE)
+        part = ((piece + p) * KV_HEADS + kv_head).to(tl.int64)[:, None] * ROWS + packed[None, :]
+        mask = (p < count)[:, None] & (g < GROUP)[None, :]
+        m = tl.maximum(m, tl.max(tl.load(part_max + part, mask=mask, other=float("-inf")), 0))
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
     norm = tl.zeros([G_PAD], tl.float32)
     acc = tl.zeros([G_PAD, D_PAD], tl.float32)
     for first in range(0, count, AT_ONCE):
         p = first + tl.arange(0, AT_ONCE)
         part = ((piece + p) * KV_HEADS + kv_head).to(tl.int64)[:, None] * ROWS + packed[None, :]
         mask = (p < count)[:, None] & (g < GROUP)[None, :]
-        maxima = tl.load(part_max + part, mask=mask, other=float("-inf"))
+        weight = tl.exp2(tl.load(part_max + part, mask=mask, other=float("-inf")) - m_safe[None, :])
         sums = tl.load(part_sum + part, mask=mask, other=0.0)
         accs = tl.load(
             part_acc + part[:, :, None] * D + d[None, None, :],
             mask=mask[:, :, None] & (d < D)[None, None, :],
             other=0.0,
         )
-        m_new = tl.maximum(m, tl.max(maxima, 0))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(maxima - m_safe[None, :])
-        alpha = tl.exp2(m - m_safe)
-        norm = norm * alpha + tl.sum(sums * weight, 0)
-        acc = acc * alpha[:, None] + tl.sum(accs * weight[:, :, None], 0)
-        m = m_new
+        norm += tl.sum(sums * weight, 0)
+        acc += tl.sum(accs * weight[:, :, None], 0)
     safe = tl.where(norm > 0, norm, 1.0)
     tl.store(at, (acc / safe[:, None] * value_scale).to(out.dtype.element_ty), mask=kept)
     tl.store(lse + token * num_heads + head, m + tl.log2(safe), mask=g < GROUP)

@@ -11,9 +11,11 @@ from torch import Tensor
 from aspire_llm.errors import UserError
 
 NEVER = tl.constexpr(2147483647)
-CHUNK = 8192  # most positions of a program, if k is not larger: 16 a thread, which with their keys fit in registers
-LEAST_CHUNK = 1024  # shorter rows are all done by the same kernel
-MAX_MERGED = 65536  # candidates of one program
+# Few sizes, so that no new one is met, and compiled, while serving.
+CHUNK = 8192  # positions of a program: 16 a thread, which with their keys fit in registers
+SHORT_CHUNK = 1024  # where no row has more
+SHORT_MERGED = 2048  # candidates of one program, if there are no more; else CHUNK, or the next power of two
+MAX_MERGED = 65536
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def _place(places, i, LISTED: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "layers", "rows", "lengths", "out_layers", "slots", "counts", "tails", "longest", "k", "n_sinks", "n_recent",
-        "counts_stride_l", "counts_stride_r", "counts_stride_c",
+        "out_stride_l", "out_stride_r", "out_stride_c", "counts_stride_l", "counts_stride_r", "counts_stride_c",
     ]
 )  # fmt: skip
 def _chunk_kernel(
@@ -151,8 +153,9 @@ def _chunk_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "layers", "rows", "lengths", "out_layers", "slots", "counts", "tails", "longest", "chunks", "fan", "k",
-        "n_sinks", "n_recent", "counts_stride_l", "counts_stride_r", "counts_stride_g",
+        "layers", "rows", "lengths", "out_layers", "slots", "counts", "tails", "longest", "chunks", "fan", "width", "k",
+        "n_sinks", "n_recent", "out_stride_l", "out_stride_r", "out_stride_g", "counts_stride_l", "counts_stride_r",
+        "counts_stride_g",
     ]
 )  # fmt: skip
 def _merge_chunks_kernel(
@@ -287,7 +290,7 @@ def _launch(
     listed = lists is not None
     layers, rows, out_layers, slots = lists or (lengths, lengths, lengths, lengths)  # not read unless listed
     num_layers = layers.shape[0] if listed else 1
-    block = min(CHUNK, max(LEAST_CHUNK, triton.next_power_of_2(longest)))
+    block = CHUNK if longest > SHORT_CHUNK else SHORT_CHUNK
     chunks = max(1, triton.cdiv(longest, block))
     width = min(k, block)
     written = counts if tails is None else tails
@@ -310,7 +313,9 @@ def _launch(
     while chunks > 1:
         groups = triton.cdiv(chunks, max(2, CHUNK // width))
         fan = triton.cdiv(chunks, groups)
-        total = triton.next_power_of_2(fan * width)
+        total = max(triton.next_power_of_2(fan * width), SHORT_MERGED)
+        if total > SHORT_MERGED:
+            total = max(total, CHUNK)
         if total > MAX_MERGED:
             raise UserError(f"top-k of {k} among {longest} positions: too many", "budget")
         candidates = found

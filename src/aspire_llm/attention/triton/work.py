@@ -11,9 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Cost of a block of keys: gathering one costs about 1.5 times what reading a page of them does (measured).
+# In halves of the time that a block of keys takes, read as a page of them; gathering one takes about 1.5 times that (measured).
 LISTED_COST = tl.constexpr(3)
 DENSE_COST = tl.constexpr(2)
+START_BLOCKS = tl.constexpr(3)  # in blocks: a piece's first loads, one after the other (6 us of 2 on an H200)
+ADD_BLOCKS = tl.constexpr(2)  # in blocks: the pass that adds pieces up
+MAX_EVEN_PIECES = tl.constexpr(8)
+GAP_BLOCKS = tl.constexpr(8)
 PIECE_FIELDS = tl.constexpr(16)  # int32 each, 64 bytes: see the stores in `work_kernel`
 
 
@@ -77,15 +81,34 @@ def _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_spars
 
 
 @triton.jit
-def _pieces(blocks, rows, cost, chunk, mixed, FIXED_BLOCKS: tl.constexpr):
+def _even_pieces(tiles, blocks, programs, MIN_BLOCKS: tl.constexpr):
+    """How many pieces to make of each of `tiles` tiles of so many blocks: those that end first, where half of `programs` pieces
+    run at once (two a multiprocessor, and `programs` are four) and each has its start and all of them their addition."""
+    at_once = tl.maximum(programs // 2, 1)
+    best = tiles * 0 + 1
+    least = (tiles + at_once - 1) // at_once * (blocks + START_BLOCKS)
+    for k in tl.static_range(2, MAX_EVEN_PIECES + 1):
+        waves = (tiles * k + at_once - 1) // at_once
+        size = (blocks + k - 1) // k
+        needed = waves * (size + START_BLOCKS) + ADD_BLOCKS
+        better = (needed < least) & (size >= MIN_BLOCKS) & (tiles * (k - 1) <= 2 * programs)
+        best = tl.where(better, k, best)
+        least = tl.where(better, needed, least)
+    return best
+
+
+@triton.jit
+def _pieces(blocks, rows, cost, chunk, is_sparse, even, mixed, FIXED_BLOCKS: tl.constexpr):
     """How many pieces each tile makes, and how many blocks each of them has but the last. Equal rows must not make a little
     more than whole waves of programs: to the nearest, therefore, and half as many for wide tiles, whose pieces cost more to
-    add up. Beside dense rows, sparse ones are cut finer: they come last and fill the gaps."""
+    add up. Sparse rows alone are cut into `even` pieces. Beside dense rows they come last and fill the gaps: cut finer,
+    but not into less than GAP_BLOCKS."""
     if FIXED_BLOCKS > 0:
         return (blocks + FIXED_BLOCKS - 1) // FIXED_BLOCKS, blocks * 0 + FIXED_BLOCKS
     length = blocks * cost
     k = tl.where(rows > 32, length // (2 * chunk), (2 * length + chunk) // (2 * chunk))
-    k = tl.where(mixed, (2 * length + chunk - 1) // chunk, k)
+    finer = tl.minimum((2 * length + chunk - 1) // chunk, blocks // GAP_BLOCKS)
+    k = tl.where(is_sparse, tl.where(mixed, finer, even), k)
     k = tl.maximum(k, 1)
     size = tl.maximum((blocks + k - 1) // k, 1)
     return (blocks + size - 1) // size, size
@@ -190,13 +213,15 @@ def work_kernel(
         _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
         row_cost += (end + BLOCK_N - 1) // BLOCK_N * cost
     chunk = tl.maximum((tl.sum(row_cost, 0) + programs - 1) // programs, MIN_BLOCKS * DENSE_COST)
-    sparse_rows = tl.sum((is_sparse & (n > 0)).to(tl.int32), 0)
-    mixed = is_sparse & (tl.zeros([BLOCK_R], tl.int32) + tl.sum((n > 0).to(tl.int32), 0) > sparse_rows)
+    sparse_rows = is_sparse & (n > 0)
+    mixed = tl.sum((n > 0).to(tl.int32), 0) > tl.sum(sparse_rows.to(tl.int32), 0)
+    sparse_blocks = tl.max(tl.where(sparse_rows, (start + n - base0 + BLOCK_N - 1) // BLOCK_N, 0), 0)
+    even = _even_pieces(tl.sum(tl.where(sparse_rows, num_tiles, 0), 0), sparse_blocks, programs, MIN_BLOCKS)
     row_pieces = tl.zeros([BLOCK_R], tl.int32)
     for j in range(most_tiles):
         _, count, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
         blocks = (end + BLOCK_N - 1) // BLOCK_N
-        k, _ = _pieces(blocks, count * GROUP, cost, chunk, mixed, FIXED_BLOCKS)
+        k, _ = _pieces(blocks, count * GROUP, cost, chunk, is_sparse, even, mixed, FIXED_BLOCKS)
         row_pieces += k
     # Dense pieces first: the larger ones.
     dense_pieces = tl.where(is_sparse, 0, row_pieces)
@@ -209,7 +234,7 @@ def work_kernel(
             j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N
         )
         blocks = (end + BLOCK_N - 1) // BLOCK_N
-        k, size = _pieces(blocks, count * GROUP, cost, chunk, mixed, FIXED_BLOCKS)
+        k, size = _pieces(blocks, count * GROUP, cost, chunk, is_sparse, even, mixed, FIXED_BLOCKS)
         first_here = (first_scored >= offset + first) & (first_scored < offset + first + count)
         last_here = (last_scored >= offset + first) & (last_scored < offset + first + count)
         tile = tiles + (layer * max_tiles + tile0 + j) * 2
