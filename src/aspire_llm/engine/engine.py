@@ -70,21 +70,23 @@ class Engine:
         result = launched if isinstance(launched, Exception) else self._fetch(launched)
         if isinstance(result, Exception):
             return Step(self.scheduler.fail(done, f"{type(result).__name__}: {result}"), done)
-        result = self._timed(result, began)
+        takes_prompts = done.takes_prompts or (plan is not None and plan.takes_prompts)
+        result = self._timed(result, began, decodes=not takes_prompts)
         progress = self.scheduler.apply(done, result)
         if not self.scheduler.has_work:
             self._last_result = None
         return Step(progress, done, result)
 
-    def _timed(self, result: StepResult, asked: float) -> StepResult:
+    def _timed(self, result: StepResult, asked: float, *, decodes: bool) -> StepResult:
         """With the host's time in it: what passed since the last result, until this one was asked for. A late engine's device
-        was busy meanwhile; another's was not, so there it is part of the step."""
+        was busy meanwhile; another's was not, so there it is part of the step. decodes: the host had no prompts to take in,
+        which says nothing about its pace without any."""
         now, last = time.perf_counter(), self._last_result
         self._last_result = now
         if last is None or result.seconds <= 0.0:
             return result
         if self._late:
-            return replace(result, host_seconds=asked - last)
+            return replace(result, host_seconds=asked - last if decodes else 0.0)
         return replace(result, seconds=max(result.seconds, now - last))
 
     # out of memory, say: the step's requests end, the engine goes on

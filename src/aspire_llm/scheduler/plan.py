@@ -68,6 +68,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum([row.num_tokens for row in self.rows])
 
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether anything of a prompt is in the step; PREFILL rows stand last."""
+        return bool(self.admissions) or (bool(self.rows) and self.rows[-1].kind is RowKind.PREFILL)
+
 
 @dataclass(slots=True)
 class RowResult:

@@ -25,13 +25,14 @@ LOG2_E = 1.4426950408889634
 HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 TILE_ROWS = 64  # packed rows of every tile but the last kind
-WIDE_ROWS = 72  # packed rows of a row's only tile, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """block_n: keys a step. narrow_depth, wide_depth: steps fetched ahead, in tiles of up to 32 rows and in larger ones.
-    programs: pieces of work aimed at, over all KV heads; two waves of two an SM. min_blocks: least blocks of a piece."""
+    programs: pieces of work aimed at, over all KV heads; two waves of two an SM. min_blocks: least blocks of a piece.
+    wide_rows: packed rows of a row's only tile, at most: 72 or 128 (32 tokens at a group of 4); others are cut in tiles of 64,
+    each of which reads all keys and values."""
 
     block_n: int = 64
     narrow_depth: int = 2
@@ -39,13 +40,16 @@ class Tuning:
     warps: int = 4
     programs: int = 528
     min_blocks: int = 2
+    wide_rows: int = 128
 
     @staticmethod
     def default(head_dim: int, device: torch.device) -> Tuning:
         if device.type != "cuda":
             return Tuning(block_n=16, programs=8)
         programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
-        return Tuning(block_n=64 if head_dim <= 128 else 32, programs=programs)
+        if head_dim <= 128:
+            return Tuning(programs=programs)
+        return Tuning(block_n=32, programs=programs, wide_rows=72)  # registers hold no more
 
 
 @dataclass(slots=True)
@@ -173,7 +177,7 @@ class TritonBackend:
         self.scale = scale
         self.tuning = tuning or Tuning.default(self.head_dim, device)
         self.deterministic = deterministic
-        self.rows = TILE_ROWS if deterministic else WIDE_ROWS
+        self.rows = TILE_ROWS if deterministic else self.tuning.wide_rows
         block_n = self.tuning.block_n
         # A windowed tile starts where its own window does, so what lies in its window must never be split.
         widest = max([0, *(min(window, max_len) + TILE_ROWS + block_n for window in self.windows if window)])
@@ -319,12 +323,15 @@ class TritonBackend:
 
     def _combine(self, batch: AttentionBatch, layer: int, out: Tensor) -> None:
         group_pad, dim_pad = triton.next_power_of_2(self.group), triton.next_power_of_2(self.head_dim)
+        # Few programs take many pieces at once; many share the registers. (But a sum must not depend on the step's tokens.)
+        few = out.shape[0] * self.kv_heads <= 2 * self.tuning.programs and not self.deterministic
+        elements, warps = (8192, 4) if few else (2048, 2)
         combine_kernel[(out.shape[0], self.kv_heads)](
             self.part_acc, self.part_max, self.part_sum, batch.row_offsets, self.token_row,
             self.tiles[layer], self.row_tiles[layer], out, self.lse,
             batch.slots.shape[0], self.num_heads, out.stride(0), out.stride(1), self.pool.value_scales[layer],
             KV_HEADS=self.kv_heads, GROUP=self.group, G_PAD=group_pad, D=self.head_dim, D_PAD=dim_pad, ROWS=self.rows,
-            AT_ONCE=min(4, max(1, 2048 // (group_pad * dim_pad))), num_warps=2,
+            AT_ONCE=max(1, min(16, elements // (group_pad * dim_pad))), num_warps=warps,
         )  # fmt: skip
 
     def _score(self, batch: AttentionBatch, layer: int, q: Tensor) -> None:

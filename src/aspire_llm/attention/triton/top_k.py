@@ -230,13 +230,13 @@ def top_k(
 ) -> None:
     """The k positions of each row with the largest scores, ascending.
 
-    scores: float32 [R, longest], rows strided; lengths: int [R], cut to `longest`. Positions below `n_sinks` and from
+    scores: float32 [R, longest], rows strided; lengths: int [R], strided, cut to `longest`. Positions below `n_sinks` and from
     length - n_recent on are always taken and count towards k; unless `forced`, they are left out instead. Of equal scores
     the lowest positions are taken.
     out: int32 [R, ≥ k], written up to counts; counts: int32 [R] contiguous, min(k, positions that may be taken).
     """
     _launch(
-        scores[None], None, scores.shape[1], lengths, k, n_sinks, n_recent, forced, out[None], counts[None], None
+        scores[None], None, scores.shape[1], lengths.contiguous(), k, n_sinks, n_recent, forced, out[None], counts[None], None
     )  # fmt: skip
 
 
