@@ -36,6 +36,7 @@ from table import BUDGET, OUTPUT, WINDOW_TOKENS, drawn_trace, recorded_traces, r
 
 from aspire_llm import LLM
 from aspire_llm.bench.measure import free_all_but
+from aspire_llm.engine.garbage import keep_collections_short
 from aspire_llm.policy.cost import ReadModel
 from aspire_llm.policy.simulator import Replay, SimulatedCost, SimulatedRun, bootstrap_interval, run_policy
 from aspire_llm.policy.trace import Draft, Trace, shipped_traces
@@ -137,6 +138,7 @@ def engines(shape: str, cell: tuple[int, int], report: Report) -> dict[str, LLM]
                 first[key], variant.policy, variant.draft_tokens, cost=first[key].engine.cost
             )
     fill(base)  # last: calibration leaves zeros behind
+    keep_collections_short()
     return made
 
 

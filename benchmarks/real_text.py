@@ -56,6 +56,7 @@ TASKS = {
     "dictionary": "Write ten more entries in the style of those above, each about something else.",
     "code": "Write out the last function of the code above once more, with comments that explain every line.",
 }
+LIKELIEST = 5  # tokens of plain decoding, noted at every position
 ROUNDING = 0.25  # log-probability: two units of bfloat16 in the last place of logits between 16 and 32
 REPETITIVE = 0.3  # a distinct-token ratio below this is a loop, on which any drafter looks good
 CHARACTERS = 600_000  # of a kind: tokenizing takes time
@@ -70,6 +71,7 @@ class Decoded:
     steady_tokens_per_s: float
     steady_steps: int
     steady_step_ms: float
+    longest_steps_ms: list[float]
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -143,42 +145,29 @@ def decode(llm: LLM, prompts: Sequence[list[int]], tokens: int, logprobs: int | 
         sum(w[1] for w in steady) / seconds,
         len(steady),
         1e3 * seconds / len(steady),
+        [round(1e3 * w[0], 1) for w in sorted(steady, reverse=True)[:5]],
     )
 
 
 def differences(
     plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]], logprobs: Sequence[Sequence[TokenLogprobs]]
 ) -> list[dict[str, Any]]:
-    """Where each request's tokens first differ from plain's, if they do: {"request", "at", "margin", "runner_up",
-    "explained"}. logprobs: plain's, with the two likeliest at every position."""
+    """Where each request's tokens first differ from plain's, if they do: {"request", "at", "margin", "explained"}. margin: by
+    how much plain held its own token for likelier; None where the other is not among the LIKELIEST it noted, or where one
+    output is the shorter one. logprobs: plain's, with these."""
     found: list[dict[str, Any]] = []
     for i, (ours, theirs, known) in enumerate(zip(plain, other, logprobs, strict=True)):
-        at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-        if at is None:
-            if len(ours) != len(theirs):
-                found.append(
-                    {
-                        "request": i,
-                        "at": min(len(ours), len(theirs)),
-                        "margin": None,
-                        "runner_up": False,
-                        "explained": False,
-                    }
-                )
-            continue
-        likeliest = known[at].top
-        margin = likeliest[0][1] - likeliest[1][1]
-        # of equal log-probabilities either may stand first
-        runner_up = theirs[at] in {token for token, _ in likeliest[:2]}
-        found.append(
-            {
-                "request": i,
-                "at": at,
-                "margin": round(margin, 5),
-                "runner_up": runner_up,
-                "explained": runner_up and margin <= ROUNDING,
-            }
+        at = next(
+            (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
         )
+        if at == len(ours) == len(theirs):
+            continue
+        margin = None
+        if at < len(ours) and at < len(theirs):
+            noted = dict(known[at].top)
+            if theirs[at] in noted:
+                margin = round(max(noted.values()) - noted[theirs[at]], 5)
+        found.append({"request": i, "at": at, "margin": margin, "explained": margin is not None and margin <= ROUNDING})
     return found
 
 
@@ -201,6 +190,7 @@ def method_row(runs: Sequence[Decoded], plain: Sequence[Decoded], scored: Decode
         "whole_speedup": summary([a.whole_tokens_per_s / b.whole_tokens_per_s for a, b in pairs]),
         "steady_speedup": summary([a.steady_tokens_per_s / b.steady_tokens_per_s for a, b in pairs]),
         "steady_step_ms": summary([run.steady_step_ms for run in runs]),
+        "longest_steps_ms": [run.longest_steps_ms for run in runs],
         "mean_accepted_length": total.mean_acceptance_length,
         "mean_draft_length": total.num_draft_tokens / total.num_drafts if total.num_drafts else 0.0,
         "mean_accepted_length_of_varied_outputs": merged_stats(varied).mean_acceptance_length if varied else None,
@@ -288,7 +278,7 @@ def main() -> None:
         say(f"prefill of {sum(map(len, prompts))} tokens in {seconds:.1f} s, {deadline.left:.0f} s left")
         with report.part("plain with log-probabilities"):
             free_all_but(base.cache.pages, prompts)
-            scored = decode(base, prompts, given.output_tokens, logprobs=2)
+            scored = decode(base, prompts, given.output_tokens, logprobs=LIKELIEST)
         report.data["example_output"] = base.get_tokenizer().decode(scored.tokens[0])
         for method, llm in list(llms.items()):
             with report.part(f"warm-up of {method}"):

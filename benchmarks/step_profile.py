@@ -23,6 +23,7 @@ from table import BUDGET, drawn_trace, replay
 
 from aspire_llm import LLM, SamplingParams
 from aspire_llm.engine.engine import Step
+from aspire_llm.engine.garbage import keep_collections_short
 from aspire_llm.request import Request, RowKind
 
 OUTPUT = 1200
@@ -73,6 +74,7 @@ def by_kind(run: Run, steps: int) -> dict[str, Any]:
     engine = run.engine
     parts: dict[str, list[float]] = defaultdict(list)
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    walls: list[float] = []
     tokens = 0
     for owner, method in (
         (engine.scheduler, "plan"),
@@ -83,7 +85,9 @@ def by_kind(run: Run, steps: int) -> dict[str, Any]:
         setattr(owner, method, timed(parts, method.strip("_"), getattr(owner, method)))
     began = time.perf_counter()
     for _ in range(steps):
+        entered = time.perf_counter()
         step = engine.step()
+        walls.append(1e3 * (time.perf_counter() - entered))
         if step.result is not None:
             found[kinds(step)].append(1e3 * step.result.seconds)
             tokens += sum(p.num_new_tokens for p in step.progress)
@@ -98,6 +102,7 @@ def by_kind(run: Run, steps: int) -> dict[str, Any]:
     return {
         "tokens_per_s": tokens / seconds,
         "step_ms": 1e3 * seconds / steps,
+        "longest_ms": sorted(walls)[-5:],
         "host_ms": {name: [median(of), sum(of) / len(of), max(of)] for name, of in parts.items()},
         "device_ms": {f"{d} drafts, {v} verifications": [median(of), len(of)] for (d, v), of in sorted(found.items())},
     }
@@ -152,6 +157,7 @@ def main() -> None:
         "plain": other_policy(aspire, "autoregressive"),
     }
     fill(aspire)
+    keep_collections_short()
     for batch, length in cells:
         cell = report.data.setdefault("cells", {}).setdefault(f"{batch}x{length}", {})
         for name, llm in llms.items():
@@ -167,7 +173,7 @@ def main() -> None:
                     row = cell[name] = by_kind(run, 90 if GPU else 20)
                     host = ", ".join(f"{k} {mid:.2f} (most {most:.1f})" for k, (mid, _, most) in row["host_ms"].items())
                     say(
-                        f"{batch}x{length} {name}: {row['tokens_per_s']:.0f} tok/s, step {row['step_ms']:.2f} ms; host {host}"
+                        f"{batch}x{length} {name}: {row['tokens_per_s']:.0f} tok/s, step {row['step_ms']:.2f} ms (longest {row['longest_ms'][-1]:.0f}); host {host}"
                     )
                     cost = llm.engine.cost
                     if cost is not None:

@@ -39,6 +39,7 @@ from aspire_llm import LLM
 from aspire_llm.bench.measure import free_all_but
 from aspire_llm.bench.replay import ReplaySampler
 from aspire_llm.config import METHODS
+from aspire_llm.engine.garbage import keep_collections_short
 from aspire_llm.policy.trace import Trace, shipped_traces
 from aspire_llm.policy.trace_synthetic import synthetic_trace
 
@@ -113,6 +114,7 @@ def engines(shape: str, cells: Sequence[tuple[int, int]], longest_draft: int, pa
                     made[method] = other_policy(base, preset.policy, preset.draft_tokens)
         started[context] = time.perf_counter() - began
     fill(plain)  # last: calibration leaves zeros behind
+    keep_collections_short()
     part.data.setdefault("start_up_s", {})[shape] = {k: round(v, 1) for k, v in started.items()}
     cost = made["aspire"].engine.cost if "aspire" in made else None
     if cost is not None:

@@ -76,25 +76,26 @@ def test_every_question_compares_two_variants():
     assert COMPARED[0] == "plain"
 
 
-def logprobs(*rows: tuple[tuple[int, float], tuple[int, float]]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(top[0][0], top[0][1], 1, top) for top in rows]
+def logprobs(*rows: dict[int, float]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(*next(iter(row.items())), 1, tuple(row.items())) for row in rows]
 
 
-def test_a_difference_is_explained_by_a_near_tie_with_the_runner_up_only():
-    known = logprobs(((5, -0.1), (6, -3.0)), ((7, -0.7), (8, -0.75)), ((9, -0.2), (4, -2.0)))
+def test_a_difference_is_explained_by_a_near_tie_only():
+    known = logprobs({5: -0.1, 6: -3.0}, {7: -0.7, 8: -0.75, 2: -0.8}, {9: -0.2, 4: -2.0, 1: -9.0})
     plain = [5, 7, 9]
     assert differences([plain], [plain], [known]) == []
     cases = {
-        (5, 8, 1): (1, 0.05, True, True),  # the runner-up of a near-tie
-        (5, 3, 1): (1, 0.05, False, False),  # another token altogether
-        (5, 7, 4): (2, 1.8, True, False),  # the runner-up, by far
+        (5, 8, 1): (1, 0.05, True),  # the runner-up of a near-tie
+        (5, 2, 1): (1, 0.1, True),  # the third of one
+        (5, 3, 1): (1, None, False),  # another token altogether
+        (5, 7, 4): (2, 1.8, False),  # the runner-up, by far
     }
-    for other, (at, margin, runner_up, explained) in cases.items():
-        assert differences([plain], [list(other)], [known]) == [
-            {"request": 0, "at": at, "margin": pytest.approx(margin), "runner_up": runner_up, "explained": explained}
-        ]
+    for other, (at, margin, explained) in cases.items():
+        (found,) = differences([plain], [list(other)], [known])
+        assert (found["request"], found["at"], found["explained"]) == (0, at, explained)
+        assert found["margin"] == (None if margin is None else pytest.approx(margin))
     cut = differences([plain], [plain[:2]], [known])
-    assert [(d["at"], d["explained"]) for d in cut] == [(2, False)]
+    assert [(d["at"], d["margin"], d["explained"]) for d in cut] == [(2, None, False)]
 
 
 @pytest.fixture(scope="module")

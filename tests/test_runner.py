@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+from itertools import pairwise
+
 import numpy as np
+import pytest
 
 from aspire_llm.engine.after import AfterForward
 from aspire_llm.engine.columns import Columns
+from aspire_llm.engine.engine import Step
 from aspire_llm.engine.forward import describe
+from aspire_llm.engine.garbage import RARELY, rare_collections
 from aspire_llm.engine.runner import page_entries
-from aspire_llm.request import RowKind
+from aspire_llm.request import RowKind, SamplingParams
 from aspire_llm.scheduler.plan import PageWrite, Row
+from tiny import prompts_of, requests_for, tiny_engine, tiny_model
 
 P, D, V = RowKind.PREFILL, RowKind.DRAFT, RowKind.VERIFY
 
@@ -43,3 +50,26 @@ def test_rows_as_arrays() -> None:
     assert (renewed, renewed_slots, refreshed, refreshed_slots) == ([0, 1], [3, 0], [2], [5])
     assert (tail.num_logits, tail.all_sampled) == (6, False)
     assert AfterForward.of(Columns.of(rows[::4]), np.zeros(2, dtype=bool)).all_sampled
+
+
+def test_prompts_say_nothing_about_the_hosts_pace() -> None:
+    model = tiny_model()
+    engine = tiny_engine(model, method="plain", late=True, max_num_seqs=3)
+    for request in requests_for(model, prompts_of([40, 50, 9]), SamplingParams(temperature=0.0, max_tokens=12)):
+        engine.add(request)
+    steps: list[Step] = []
+    while engine.has_work:
+        steps.append(engine.step())
+    done = [(s.plan.takes_prompts, s.result.host_seconds) for s in steps if s.plan is not None and s.result is not None]
+    for (took, seconds), (takes, _) in pairwise(done):  # the latter was planned while the former ran
+        assert (seconds == 0.0) == (took or takes)
+    assert {took for took, _ in done} == {True, False}
+
+
+def test_full_collections_are_rare_while_requests_run() -> None:
+    before = gc.get_threshold()
+    with rare_collections():
+        assert gc.get_threshold() == (*before[:2], RARELY)
+    with pytest.raises(ZeroDivisionError), rare_collections():
+        _ = 1 / 0
+    assert gc.get_threshold() == before

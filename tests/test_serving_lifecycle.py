@@ -17,12 +17,13 @@ import pytest
 
 from aspire_llm import AsyncLLM
 from aspire_llm.engine.engine import Step
+from aspire_llm.engine.garbage import RARELY, keep_collections_short
 from aspire_llm.engine.launched import Launched
 from aspire_llm.scheduler.plan import StepPlan
 from aspire_llm.serving import server as server_module
 from aspire_llm.serving.app import attach, create_app
 from aspire_llm.serving.logs import JsonFormatter
-from aspire_llm.serving.server import Server, keep_collections_short, listen, tidy
+from aspire_llm.serving.server import Server, listen, tidy
 from aspire_llm.serving.settings import make_settings
 from aspire_llm.serving.state import Running, ServerState
 from serving_server import Served, engine, served, served_model
@@ -266,7 +267,7 @@ def test_full_collections_wait_until_nothing_runs(monkeypatch: pytest.MonkeyPatc
     try:
         keep_collections_short()
         assert gc.get_freeze_count() > 10_000
-        assert gc.get_threshold() == (*before[:2], server_module.RARELY)
+        assert gc.get_threshold() == (*before[:2], RARELY)
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)

@@ -9,6 +9,7 @@ from aspire_llm.config import EngineConfig, make_config
 from aspire_llm.context.selectors import SelectorFactory
 from aspire_llm.engine.build import Cache, build_engine, load
 from aspire_llm.engine.engine import Engine, Step
+from aspire_llm.engine.garbage import rare_collections
 from aspire_llm.engine.inputs import InputProcessor, Message, Prompt
 from aspire_llm.engine.metrics import EngineMetrics, Metric
 from aspire_llm.engine.outputs import request_output
@@ -126,11 +127,12 @@ class LLM:
         try:
             for request in requests:
                 self.engine.add(request)
-            while self.engine.has_work:
-                step = self.engine.step()
-                self.metrics.on_step(step)
-                if on_step is not None:
-                    on_step(step)
+            with rare_collections():
+                while self.engine.has_work:
+                    step = self.engine.step()
+                    self.metrics.on_step(step)
+                    if on_step is not None:
+                        on_step(step)
         except BaseException:  # the user's interrupt, say: leave nothing behind
             for request in requests:
                 self.engine.abort(request)

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from aspire_llm.engine.async_llm import AsyncLLM
+from aspire_llm.engine.garbage import keep_collections_short
 from aspire_llm.errors import UserError
 from aspire_llm.serving.app import attach, create_app
 from aspire_llm.serving.live import LiveMonitor
@@ -32,7 +33,6 @@ SWITCH_SECONDS = 0.0005
 MOST_HEADER_BYTES = 64 * 1024
 ACCEPTS = 16  # connections taken in one turn of the event loop
 BACKLOG = 2048  # connections that may wait to be taken
-RARELY = 1000
 TIDY_SECONDS = 5.0
 
 
@@ -253,21 +253,8 @@ async def _serve(settings: ServerSettings, load: Callable[[Callable[..., None] |
         loaded.result()  # raises what loading raised
 
 
-def keep_collections_short() -> None:
-    """Call it when the model is loaded. Python stops everything while it looks for garbage.
-
-    What is there now stays, and is not looked through again: the objects of torch and transformers take 0.3 s. Those of 500
-    running streams take 0.1 s, and few of them are garbage that waits to be found: the oldest are looked through only when
-    nothing runs (`tidy`), or after RARELY collections of younger ones.
-    """
-    gc.collect()
-    gc.freeze()
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, RARELY)
-
-
 async def tidy(state: ServerState) -> None:
-    """Collect garbage when nothing runs."""
+    """Collect garbage when nothing runs. Objects of 500 running streams take 0.1 s to look through."""
     while True:
         await asyncio.sleep(TIDY_SECONDS)
         if state.attached is not None and not state.running and gc.get_count()[2]:

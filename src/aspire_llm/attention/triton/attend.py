@@ -5,8 +5,7 @@ one matrix, r = token * group + head, so keys and values are read once for all o
 A tile with one piece writes its output; else each piece leaves (accumulator, maximum, sum) for combine.py.
 
 Tiles of 65-72 rows (17 tokens at a group of 4) hold 64 rows as usual and 8 more transposed, keys as the long side: both
-products then read one copy of K and of V from shared memory, and no program multiplies more than 72 rows for 68. Larger ones,
-of up to 128 rows, are two times 64 over the same blocks, which are half as long so that shared memory holds all queries.
+products then read one copy of K and of V from shared memory, and no program multiplies more than 72 rows for 68.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -354,90 +353,6 @@ def _tile_72(
     )  # fmt: skip
 
 
-@triton.jit
-def _add_block(qs, k, v, m, norm, acc, positions, queries, scale_log2, WINDOW: tl.constexpr, MASKED: tl.constexpr):
-    """One block of keys and values into a tile's running maximum, sum and accumulator."""
-    s = tl.dot(qs, tl.trans(k), input_precision="ieee")
-    if MASKED:
-        s = tl.where(_visible(positions[None, :], queries[:, None], WINDOW), s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-    m_safe = m_new
-    if MASKED:
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * scale_log2 - m_safe[:, None])
-    alpha = tl.exp2(m - m_safe)
-    norm = norm * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(qs.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return m_new, norm, acc
-
-
-@triton.jit
-def _tile_128(
-    q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
-    k_head, v_head, token0, count, position0, list_len, base, low, high, pieces, scored0, scored1, score_line,
-    score_stride, head0, part,
-    q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads, score_len,
-    scale_log2, value_scale,
-    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCORED: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr, CELL: tl.constexpr,
-):  # fmt: skip
-    """A tile of 73-128 packed rows: `a` the first 64, `b` the rest, one after the other over the same block of keys."""
-    STAGES: tl.constexpr = 2 * DEPTH + 1
-    ra = tl.arange(0, 64)
-    rb = 64 + tl.arange(0, 64)
-    queries_a = tl.where(ra < count * GROUP, position0 + ra // GROUP, -1)
-    queries_b = tl.where(rb < count * GROUP, position0 + rb // GROUP, -1)
-    qa = _load_queries(q, ra, token0, count, head0, q_stride_t, q_stride_h, GROUP, D, D_PAD)
-    qb = _load_queries(q, rb, token0, count, head0, q_stride_t, q_stride_h, GROUP, D, D_PAD)
-    ma = tl.full([64], float("-inf"), tl.float32)
-    mb = tl.full([64], float("-inf"), tl.float32)
-    norm_a = tl.zeros([64], tl.float32)
-    norm_b = tl.zeros([64], tl.float32)
-    acc_a = tl.zeros([64, D_PAD], tl.float32)
-    acc_b = tl.zeros([64, D_PAD], tl.float32)
-    if SCORED:
-        c = tl.arange(0, COLUMNS)
-        qc, here = _load_scored(q, c, token0, scored0, scored1, head0, q_stride_t, q_stride_h, GROUP, CELL, D, D_PAD)
-        first = _first_logits(qc, k_head, table_row, k_stride, scale_log2, qc.dtype, D, D_PAD, PAGE)
-        if low == 0:
-            tl.store(score_ref + score_line.to(tl.int64) * (2 * CELL) + c, first, mask=here)
-        qc = tl.trans(qc)
-        score_x += score_line.to(tl.int64) * score_len * (2 * CELL) + base * score_stride
-        score_at = tl.arange(0, BLOCK_N)[:, None] * score_stride + c[None, :]
-    whole_end = _whole_end(low, high, base, position0, BLOCK_N, WINDOW, False)
-    if WINDOW == 0:
-        k_offsets = _offsets(k_stride, D_PAD, BLOCK_N)
-        v_offsets = _offsets(v_stride, D_PAD, BLOCK_N)
-        for start in tl.range(low, whole_end, BLOCK_N, num_stages=STAGES):
-            k = _whole_block(k_head, base + start, table_row, k_offsets, k_stride, qa.dtype, D, D_PAD, PAGE, BLOCK_N)
-            v = _whole_block(v_head, base + start, table_row, v_offsets, v_stride, qa.dtype, D, D_PAD, PAGE, BLOCK_N)
-            ma, norm_a, acc_a = _add_block(qa, k, v, ma, norm_a, acc_a, ma, ma, scale_log2, WINDOW, False)
-            mb, norm_b, acc_b = _add_block(qb, k, v, mb, norm_b, acc_b, mb, mb, scale_log2, WINDOW, False)
-            if SCORED:
-                x = tl.dot(k, qc, input_precision="ieee") * scale_log2 - first[None, :]
-                tl.store(score_x + start * score_stride + score_at, x.to(score_x.dtype.element_ty), mask=here[None, :])
-    for start in tl.range(whole_end, high, BLOCK_N, num_stages=STAGES if WINDOW > 0 else 1):
-        places = _places(start, base, list_len, high, set_row, table_row, PAGE, BLOCK_N, False)
-        k = _load_block(k_head, places, k_stride, qa.dtype, D, D_PAD)
-        v = _load_block(v_head, places, v_stride, qa.dtype, D, D_PAD)
-        positions = _seen(start, base, list_len, high, BLOCK_N)
-        ma, norm_a, acc_a = _add_block(qa, k, v, ma, norm_a, acc_a, positions, queries_a, scale_log2, WINDOW, True)
-        mb, norm_b, acc_b = _add_block(qb, k, v, mb, norm_b, acc_b, positions, queries_b, scale_log2, WINDOW, True)
-        if SCORED:
-            x = tl.dot(k, qc, input_precision="ieee") * scale_log2 - first[None, :]
-            kept = here[None, :] & ((start + tl.arange(0, BLOCK_N)) < high)[:, None]
-            tl.store(score_x + start * score_stride + score_at, x.to(score_x.dtype.element_ty), mask=kept)
-    _write_rows(
-        acc_a, ma, norm_a, ra, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
-        out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
-    )  # fmt: skip
-    _write_rows(
-        acc_b, mb, norm_b, rb, out, lse, part_acc, part_max, part_sum, token0, count, head0, pieces, part,
-        out_stride_t, out_stride_h, num_heads, value_scale, GROUP, D, D_PAD, ROWS,
-    )  # fmt: skip
-
-
 # Not specialised: what differs between layers or steps, else the same kernel would be compiled again and again.
 @triton.jit(do_not_specialize=["num_pieces", "sets", "num_heads", "table_stride", "set_stride"])
 def attend_kernel(
@@ -537,19 +452,11 @@ def attend_kernel(
             score_len, scale_log2, value_scale,
             64, GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, False, SCORED, ROWS, WIDE_DEPTH, COLUMNS, CELL,
         )  # fmt: skip
-    elif (rows <= 72) | (ROWS == 72):
+    else:
         _tile_72(
             q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
             k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
             score_stride, head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads,
             score_len, scale_log2, value_scale,
             GROUP, D, D_PAD, PAGE, BLOCK_N, WINDOW, SCORED, ROWS, WIDE_DEPTH, COLUMNS, CELL,
-        )  # fmt: skip
-    else:
-        _tile_128(
-            q, out, lse, part_acc, part_max, part_sum, set_row, table_row, score_x, score_ref,
-            k_head, v_head, token0, count, position0, list_len, base, low, high, tile_pieces, scored0, scored1, score_line,
-            score_stride, head0, part, q_stride_t, q_stride_h, k_stride, v_stride, out_stride_t, out_stride_h, num_heads,
-            score_len, scale_log2, value_scale,
-            GROUP, D, D_PAD, PAGE, BLOCK_N // 2, WINDOW, SCORED, ROWS, WIDE_DEPTH, COLUMNS, CELL,
         )  # fmt: skip

@@ -25,14 +25,13 @@ LOG2_E = 1.4426950408889634
 HEAD_DIMS = (64, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 TILE_ROWS = 64  # packed rows of every tile but the last kind
+WIDE_ROWS = 72  # packed rows of a row's only tile, at most (128 in one tile were slower on an H200: registers spill)
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """block_n: keys a step. narrow_depth, wide_depth: steps fetched ahead, in tiles of up to 32 rows and in larger ones.
-    programs: pieces of work aimed at, over all KV heads; two waves of two an SM. min_blocks: least blocks of a piece.
-    wide_rows: packed rows of a row's only tile, at most: 72 or 128 (32 tokens at a group of 4); others are cut in tiles of 64,
-    each of which reads all keys and values."""
+    programs: pieces of work aimed at, over all KV heads; two waves of two an SM. min_blocks: least blocks of a piece."""
 
     block_n: int = 64
     narrow_depth: int = 2
@@ -40,16 +39,13 @@ class Tuning:
     warps: int = 4
     programs: int = 528
     min_blocks: int = 2
-    wide_rows: int = 128
 
     @staticmethod
     def default(head_dim: int, device: torch.device) -> Tuning:
         if device.type != "cuda":
             return Tuning(block_n=16, programs=8)
         programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
-        if head_dim <= 128:
-            return Tuning(programs=programs)
-        return Tuning(block_n=32, programs=programs, wide_rows=72)  # registers hold no more
+        return Tuning(block_n=64 if head_dim <= 128 else 32, programs=programs)
 
 
 @dataclass(slots=True)
@@ -177,7 +173,7 @@ class TritonBackend:
         self.scale = scale
         self.tuning = tuning or Tuning.default(self.head_dim, device)
         self.deterministic = deterministic
-        self.rows = TILE_ROWS if deterministic else self.tuning.wide_rows
+        self.rows = TILE_ROWS if deterministic else WIDE_ROWS
         block_n = self.tuning.block_n
         # A windowed tile starts where its own window does, so what lies in its window must never be split.
         widest = max([0, *(min(window, max_len) + TILE_ROWS + block_n for window in self.windows if window)])
