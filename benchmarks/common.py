@@ -23,10 +23,9 @@ from aspire_llm.bench import environment
 from aspire_llm.bench.statistics import bootstrap_interval
 from aspire_llm.config import make_config
 from aspire_llm.context.profile import find_profile
-from aspire_llm.engine.build import resolve
+from aspire_llm.engine.build import read_model, resolve
 from aspire_llm.engine.engine import Engine
 from aspire_llm.engine.outputs import merged_stats
-from aspire_llm.policy.cost import ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, PRICED, make_policy
 from aspire_llm.policy.trace import Trace
 from aspire_llm.request import RowKind
@@ -131,8 +130,7 @@ def other_policy(llm: LLM, policy: str, draft_tokens: int | None = None, cost: A
     profile = find_profile(config.profile, llm.model.fingerprint)
     resolved = resolve(make_config(**changed), shape, runner.device, llm.model.decoder.dtype, llm.cache, profile)
     cost = copy.deepcopy(cost if cost is not None else llm.engine.cost)
-    selector = runner.selector
-    reads = ReadModel(resolved.budget, shape.num_layers, len(selector.refresh_layers) if selector else 0)
+    reads = read_model(config, resolved, shape, runner.selector)
     made = make_policy(
         policy,
         cost,

@@ -177,12 +177,19 @@ def main() -> None:
                     )
                     cost = llm.engine.cost
                     if cost is not None:
-                        terms = [cost.fixed, cost.per_token, cost.per_kv, cost.per_check, cost.free_tokens]
+                        terms = [
+                            cost.fixed,
+                            cost.per_token,
+                            cost.per_kv,
+                            cost.per_check,
+                            cost.free_tokens,
+                            cost.verify_step,
+                        ]
                         row["cost"] = terms
                         row["within_10_percent"] = cost.share_within()
                         say(
                             f"   cost {1e3 * terms[0]:.2f} ms, {1e6 * terms[1]:.1f} us a token beyond {terms[4]:.0f}, "
-                            f"{1e9 * terms[2]:.1f} ns a KV token, {1e9 * terms[3]:.1f} more checked; "
+                            f"{1e9 * terms[2]:.1f} ns a KV token, {1e9 * terms[3]:.1f} more checked, {1e3 * terms[5]:.2f} ms once; "
                             f"{100 * cost.share_within():.0f} % within 10 %"
                         )
                     often = sorted(row["device_ms"].items(), key=lambda of: -of[1][1])[:8]

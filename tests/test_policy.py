@@ -1,7 +1,9 @@
 """Every policy on hand-made sequences, and what all of them must keep."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import mean, pstdev
 
 import pytest
@@ -14,7 +16,9 @@ from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, St
 from aspire_llm.policy.calibration import Calibration, bin_of
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
-from aspire_llm.policy.rows import HostPace, RowCosts
+from aspire_llm.policy.rows import HostPace, RowCosts, VerifyTogether
+from aspire_llm.policy.simulator import Replay, SimulatedCost, Simulation
+from aspire_llm.policy.trace import shipped_traces
 
 NO_LOAD = StepLoad(0, 0.0)
 READS = ReadModel(452, 24, 1)
@@ -347,11 +351,11 @@ class Fair:
         return bool(self.asked % 2)
 
 
-def any_policy(name: str, limit: int | None) -> Policy:
+def any_policy(name: str, limit: int | None, verify_step: float = 0.0) -> Policy:
     takes, _ = POLICY_SETTINGS[name]
     return make_policy(
         name,
-        long_context(),
+        CostModel(1.0, 0.0, 0.35 / LENGTH, verify_step=verify_step),
         READS,
         draft_length=5 if "draft_length" in takes else None,
         max_verify_tokens=limit if "max_verify_tokens" in takes else None,
@@ -361,10 +365,14 @@ def any_policy(name: str, limit: int | None) -> Policy:
 
 @settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("name", list(POLICY_SETTINGS))
-@given(seed=st.integers(0, 2**32), limit=st.sampled_from([None, 1, 9, 128]))
-def test_every_policy_keeps_the_protocol_whatever_happens(name: str, seed: int, limit: int | None) -> None:
+@given(
+    seed=st.integers(0, 2**32), limit=st.sampled_from([None, 1, 9, 128]), verify_step=st.sampled_from([0.0, 0.3, 5.0])
+)
+def test_every_policy_keeps_the_protocol_whatever_happens(
+    name: str, seed: int, limit: int | None, verify_step: float
+) -> None:
     """Random requests that come and go, limits that move, confidences and outcomes that come late, after they have left."""
-    rng, policy = random.Random(seed), any_policy(name, limit)
+    rng, policy = random.Random(seed), any_policy(name, limit, verify_step)
     pending: dict[int, int] = {}
     late: list[CycleOutcome] = []
     next_key = stuck = 0
@@ -451,6 +459,46 @@ def test_no_drafts_where_the_host_is_slower_than_a_step_of_them(name: str) -> No
 
     assert mean_drafts(0.002) >= 2.0
     assert mean_drafts(0.014) < 0.3
+
+
+def test_verifications_wait_for_each_other_while_that_lowers_the_cost_of_a_step() -> None:
+    waiting = VerifyTogether()
+    assert waiting.waits(1.0, 0.4)  # two steps for 1.4, where one had cost 1.0
+    assert waiting.waits(1.0, 0.5)  # three for 1.9
+    assert not waiting.waits(1.0, 0.7)  # four for 2.6 would cost more each
+    assert waiting.waits(1.0, 0.9)  # begins anew
+    assert not waiting.waits(1.0, math.inf)  # somebody cannot draft on
+    for _ in range(9):
+        assert waiting.waits(1.0, 0.0)  # nobody asks
+    assert not waiting.waits(1.0, 0.2)  # ten steps have shared it already
+
+
+def test_together_verifications_are_fewer_steps_and_tokens_come_faster() -> None:
+    """A step with any verification takes a fifth longer, whatever it holds."""
+    trace = shipped_traces("refreshed_16")["qwen2.5-coder-0.5b_28k_code"]
+    cost = SimulatedCost(verify_step=0.3, per_check=0.1 / 28_000)
+    replay = Replay(batch_size=16, tokens=128, repeats=2, late=True)
+
+    def tokens_per_s(told: float) -> tuple[float, float]:
+        policy = make_policy("confidence", replace(cost, verify_step=told).model(), cost.reads)
+        run = Simulation(trace, cost, replay).run(policy)
+        return run.tokens_per_s, run.num_draft_tokens / run.num_cycles
+
+    (alone, drafts_alone), (together, drafts_together) = tokens_per_s(0.0), tokens_per_s(0.3)
+    assert together > 1.02 * alone
+    assert drafts_together > drafts_alone  # they draft on meanwhile
+
+
+@pytest.mark.parametrize("name", ["fsm", "ema", "lockstep", "staggered"])
+def test_policies_that_do_not_know_what_waiting_loses_do_not_wait(name: str) -> None:
+    actions = []
+    for verify_step in (0.0, 5.0):
+        driver = Driver(any_policy(name, None, verify_step), range(6), constant(0.7))
+        driver.policy.observe_step(StepLoad(1, 1.0, 0.0))
+        actions.append([driver.step() for _ in range(40)])
+    if name in ("lockstep", "staggered"):
+        assert actions[0] == actions[1]
+    assert all(Action.VERIFY in {a for step in taken[-20:] for a in step} for taken in actions)
 
 
 def test_a_host_that_stumbled_is_not_a_slow_host() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from aspire_llm.errors import UserError
 from aspire_llm.policy.base import StepLoad
 from aspire_llm.policy.cost import CostModel, ReadModel
-from aspire_llm.policy.rows import RowCosts
+from aspire_llm.policy.rows import PASS_SHARE, RowCosts
 
 TRUE = (4e-3, 5e-6, 2e-8)
 
@@ -134,3 +134,38 @@ def test_checks_are_told_apart_from_reads() -> None:
         online.observe(step())
     for model in (fitted, online):
         assert (model.per_kv, model.per_check) == pytest.approx((5.5e-6, 5.3e-6), rel=0.15)
+
+
+def test_what_a_step_pays_once_for_its_verifications() -> None:
+    """Told apart by the fit from what each of them costs; online it follows the machine's speed, and predictions stay right."""
+    true = CostModel(0.005, 1.4e-5, 3.3e-8, per_check=8e-9, verify_step=0.0012)
+    rng = random.Random(0)
+
+    def step(slower: float = 1.0) -> StepLoad:
+        kv, tokens = rng.uniform(1e3, 5e5), rng.randint(1, 64)
+        checked = rng.choice((0.0, rng.uniform(0.1, 1.0) * kv))
+        seconds = slower * true.predict(StepLoad(tokens, kv, checked_kv=checked)) * rng.uniform(0.97, 1.03)
+        return StepLoad(tokens, kv, seconds, checked)
+
+    samples = [step() for _ in range(200)]
+    model = CostModel.fit(samples, verify_step=True)
+    assert model.verify_step == pytest.approx(0.0012, rel=0.15)
+    assert (model.fixed, model.per_check) == pytest.approx((0.005, 8e-9), rel=0.15)
+    assert CostModel.fit(samples).verify_step == 0.0
+    for slower in (1.0, 1.5):
+        for _ in range(300):
+            model.observe(step(slower))
+        assert model.share_within() >= 0.95
+        assert model.verify_step == pytest.approx(slower * 0.0012, rel=0.2)
+
+
+def test_a_draft_that_makes_the_verification_read_again_pays_for_it() -> None:
+    passes = (1, 1, 1, 1, 2, 2, 3)
+    reads, blind = ReadModel(10, 4, 0, passes), ReadModel(10, 4, 0)
+    costs, plain = (RowCosts(0.1, 0.01, 1e-3, read) for read in (reads, blind))
+    for pending in range(12):
+        more = costs.draft(500, pending) - plain.draft(500, pending)
+        # of pending + 1 drafts, pending + 2 tokens are verified
+        assert more == pytest.approx(PASS_SHARE * 1e-3 * 500 if pending + 2 in (4, 6) else 0.0)
+    assert [reads.extra_passes(n) for n in range(9)] == [0, 0, 0, 0, 1, 1, 2, 2, 2]
+    assert blind.extra_passes(50) == 0

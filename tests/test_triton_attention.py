@@ -1,9 +1,11 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aspire_llm.attention.triton.backend import TritonBackend, Tuning
+from aspire_llm.attention.triton.backend import TritonBackend, Tuning, key_passes
 from aspire_llm.errors import UserError
 from aspire_llm.request import RowKind
 from triton_oracle import RowSpec, Scene, attend, make_scene
@@ -116,6 +118,18 @@ def test_scores_of_wide_tiles_and_of_windows():
     specs = [weighted(RowSpec(VERIFY, start, count)) for start, count in tokens.items()]
     scene = make_scene(specs, num_heads=4, kv_heads=1, dim=DIM, num_layers=2, device=DEVICE)
     check(scene, backend(scene, windows=[None, 24], score_layers=[0, 1]))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 16])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_passes_over_the_keys_are_what_is_told_to_policies(group: int, deterministic: bool) -> None:
+    lengths = [1, 2, 4, 5, 9, 10, 11, 16, 17, 18, 19, 24, 25, 33]
+    scene = make_scene([RowSpec(VERIFY, 50, n) for n in lengths], num_heads=group, kv_heads=1, dim=DIM, device=DEVICE)
+    made = backend(scene, deterministic=deterministic)
+    made.plan(scene.batch)
+    first = [*made.row_tiles[0, : len(lengths), 0].tolist()]
+    passes = [key_passes(n, group, deterministic=deterministic) for n in lengths]
+    assert [b - a for a, b in pairwise(first)] == passes[:-1]
 
 
 def test_a_shorter_step_leaves_nothing_of_the_longer_one():

@@ -294,4 +294,5 @@ def _coefficients(cost: CostModel) -> dict[str, float]:
         "per_kv": cost.per_kv,
         "free_tokens": cost.free_tokens,
         "per_check": cost.per_check,
+        "verify_step": cost.verify_step,
     }

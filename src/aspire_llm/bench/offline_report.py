@@ -192,6 +192,7 @@ def cost_report(setting: Setting) -> dict[str, Any] | None:
         "per_kv": cost.per_kv,
         "free_tokens": cost.free_tokens,
         "per_check": cost.per_check,
+        "verify_step": cost.verify_step,
         "within_10_percent": cost.share_within(0.1),
     }
 

@@ -303,7 +303,7 @@ def build_engine(
     policy = make_policy(
         resolved.policy,
         cost,
-        ReadModel(resolved.budget, shape.num_layers, len(selector.refresh_layers) if selector else 0),
+        read_model(config, resolved, shape, selector),
         draft_length=resolved.draft_tokens if "draft_length" in takes else None,
         max_verify_tokens=resolved.max_verify_tokens if "max_verify_tokens" in takes else None,
         truth=truth,
@@ -379,6 +379,17 @@ def build_forward(
     at_own_pace = config.max_num_seqs + (resolved.max_verify_tokens or 0)
     widest = min(max(MAX_GRAPH_TOKENS, at_own_pace), config.max_num_seqs * (resolved.limits.max_draft_tokens + 1))
     return GraphForward(decoder, backend, state, contexts, graph_sizes(widest), scored=selector is not None)
+
+
+def read_model(config: EngineConfig, resolved: Resolved, shape: DecoderConfig, selector: Selector | None) -> ReadModel:
+    passes: tuple[int, ...] = ()
+    if uses_triton(config, resolved.device):
+        from aspire_llm.attention.triton.backend import key_passes
+
+        group = shape.num_heads // shape.num_kv_heads
+        longest = resolved.limits.max_draft_tokens + 1
+        passes = tuple(key_passes(n, group, deterministic=config.deterministic) for n in range(longest + 1))
+    return ReadModel(resolved.budget, shape.num_layers, len(selector.refresh_layers) if selector else 0, passes=passes)
 
 
 def starting_cost(

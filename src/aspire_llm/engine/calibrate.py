@@ -80,7 +80,9 @@ def calibrate(
             for slot in range(batch):
                 runner.sampler.release(slot)
         samples.extend(measured[1:])  # the first one warms up
-    return CostModel.fit(samples, free_tokens) if len(samples) >= 3 else None
+    if len(samples) < 3:
+        return None
+    return CostModel.fit(samples, free_tokens, verify_step=runner.device.type == "cuda")
 
 
 def _cycle(

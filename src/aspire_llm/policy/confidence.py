@@ -15,6 +15,8 @@ Both are kept in units of a plain token's cost, so that they hold on when contex
 
 from __future__ import annotations
 
+import math
+
 from aspire_llm.policy.base import CycleOutcome, RequestView
 from aspire_llm.policy.calibration import START, Calibration, DraftOdds, bin_of
 from aspire_llm.policy.cost import CostModel, ReadModel
@@ -30,13 +32,14 @@ PRIOR_DRAFTS = 4.0
 class _Request:
     """What is known of a request: its cycle under way, its tokens a second, and at what it was last asked."""
 
-    __slots__ = ("costs", "last", "odds", "price", "seen", "survival", "times", "tokens")
+    __slots__ = ("costs", "last", "loss", "odds", "price", "seen", "survival", "times", "tokens")
 
     def __init__(self) -> None:
         self.odds: DraftOdds | None = None  # None: a verification's outcome has made them out of date
         self.tokens = self.times = 0.0  # tokens in the time of so many plain tokens, smoothed over cycles
         self.costs = (0.0, 0.0, 0.0)  # of a draft, of a plain verification and of one of drafts
         self.price = 0.0
+        self.loss = 0.0  # seconds that one more draft would lose
         self.begin_cycle()
 
     def begin_cycle(self) -> None:
@@ -78,12 +81,15 @@ class Confidence(PerRequestPolicy):
         hurdle = price * draft
         if not pending:  # it makes a check of a plain verification: a share of what that costs more
             hurdle += price * (check - verify) / max(1.0, self._mean_drafts)
-        return self._gains(odds, request.survival, request.last, pending - num_known, hurdle) or (
-            not pending and self._may_probe(view, costs)
-        )
+        gain = self._gain(odds, request.survival, request.last, pending - num_known, hurdle)
+        request.loss = -gain / price
+        return gain > 0.0 or (not pending and self._may_probe(view, costs))
 
-    def _gains(self, odds: DraftOdds, survival: float, last: int, unseen: int, hurdle: float) -> bool:
-        """Whether one more draft gains more tokens than `hurdle`; `unseen` of the pending drafts are not in `survival` yet."""
+    def _loss(self, view: RequestView) -> float:
+        return self._requests[view.key].loss if view.pending < view.max_draft else math.inf
+
+    def _gain(self, odds: DraftOdds, survival: float, last: int, unseen: int, hurdle: float) -> float:
+        """Tokens that one more draft brings beyond `hurdle`; `unseen` of the pending drafts are not in `survival` yet."""
         if unseen:
             two = odds.two_right(last)
             if unseen > 1:
@@ -92,7 +98,7 @@ class Confidence(PerRequestPolicy):
         else:
             gain = survival * odds.accept_next[last] - hurdle
         if gain > 0.0 or survival <= hurdle:
-            return gain > 0.0
+            return gain
         if unseen:
             survival *= two / odds.one_right(last)
         ahead = [
@@ -100,7 +106,7 @@ class Confidence(PerRequestPolicy):
             for chance, both in zip(odds.next_bins[last], odds.both_right, strict=True)
             if survival * both > hurdle
         ]
-        return gain + sum(ahead) > 0.0
+        return gain + sum(ahead)
 
     @property
     def price(self) -> float:

@@ -1,17 +1,21 @@
 """The cost model of a step, kept right online: the paper's three terms, and one for verifications of drafts.
 
     seconds = fixed + per_token · max(0, tokens - free_tokens) + per_kv · KV tokens + per_check · checked KV tokens
+              + verify_step, if there is any verification of drafts
 
 `fixed` is what every step pays (weights, launches), `per_token` the arithmetic of a token, `per_kv` the read of one KV token
 in every layer, `per_check` what that costs more in a verification of drafts, whose attention has several query tokens, is
 scored and renews the context: on two CPU cores as much again, on an H200 a third (calibrated: with three terms alone
 71 % and 55-84 % of steps were predicted within 10 %).
+`verify_step` is what one such verification costs the whole step, however many there are: on an H200 about 1 ms, since scores are
+normalised and sets chosen in every layer, for all rows at once. It is calibrated and then follows the machine's speed alone.
 `free_tokens` (0: the plain three-term model) is the hinge of a GPU, where up to about 128 tokens hide behind
 the read of the weights and each further one costs.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +46,7 @@ class ReadModel:
     budget: int  # positions of a context set
     num_layers: int
     num_refresh_layers: int  # layers that read everything in DRAFT rows too
+    passes: tuple[int, ...] = ()  # [tokens]: of a verification over its keys; beyond the table no token costs another
 
     def __post_init__(self) -> None:
         if self.budget < 0 or self.num_layers < 1 or not 0 <= self.num_refresh_layers <= self.num_layers:
@@ -61,6 +66,14 @@ class ReadModel:
     def verify(self, length: int) -> float:
         return float(length)
 
+    def extra_passes(self, num_tokens: int) -> int:
+        """Passes of a verification of so many tokens, but the first."""
+        return self.passes[min(num_tokens, len(self.passes) - 1)] - 1 if self.passes else 0
+
+    def another_pass(self, num_tokens: int) -> bool:
+        """Whether a verification of so many tokens goes over its keys once more than one of a token less."""
+        return 0 < num_tokens < len(self.passes) and self.passes[num_tokens] > self.passes[num_tokens - 1]
+
 
 def _solve(a: list[list[float]], b: list[float], active: Sequence[int]) -> list[float]:
     """Solve rows and columns `active` of a·x = b by elimination (positive definite: no pivoting); the rest of x is 0."""
@@ -78,7 +91,7 @@ def _solve(a: list[list[float]], b: list[float], active: Sequence[int]) -> list[
 
 
 def _solve_nonnegative(a: list[list[float]], b: list[float]) -> list[float]:
-    """The x >= 0 that minimises x·a·x/2 - b·x, by trying every set of positive entries (there are fifteen)."""
+    """The x >= 0 that minimises x·a·x/2 - b·x, by trying every set of positive entries (of four: fifteen)."""
     x = _solve(a, b, range(len(b)))
     if min(x) >= 0.0:
         return x
@@ -102,13 +115,20 @@ class CostModel:
     """
 
     def __init__(
-        self, fixed: float, per_token: float, per_kv: float, free_tokens: float = 0.0, per_check: float = 0.0
+        self,
+        fixed: float,
+        per_token: float,
+        per_kv: float,
+        free_tokens: float = 0.0,
+        per_check: float = 0.0,
+        verify_step: float = 0.0,
     ) -> None:
-        given = (fixed, per_token, per_kv, free_tokens, per_check)
+        given = (fixed, per_token, per_kv, free_tokens, per_check, verify_step)
         if min(given) < 0.0 or fixed + per_token + per_kv <= 0.0:
             raise UserError(f"cost coefficients {given}: none may be negative, nor all be zero")
         self._weights: Vector = (fixed, per_token, per_kv, per_check)
         self._free_tokens = free_tokens
+        self._verify_step = verify_step
         self._scale = list(
             self._weights
         )  # seconds per unit of each feature, so that all are shares of a step; 0: not known yet
@@ -120,29 +140,36 @@ class CostModel:
         self.last_prediction = 0.0  # seconds that were predicted for the step observed last; 0.0 before any
 
     @classmethod
-    def fit(cls, samples: Sequence[StepLoad], free_tokens: Sequence[float] = (0.0,)) -> CostModel:
-        """Least squares of relative errors over measured steps; of several hinges the one that fits best is kept."""
+    def fit(
+        cls, samples: Sequence[StepLoad], free_tokens: Sequence[float] = (0.0,), *, verify_step: bool = False
+    ) -> CostModel:
+        """Least squares of relative errors over measured steps; of several hinges the one that fits best is kept.
+        verify_step: whether to look for that term; without, it is 0."""
         samples = [s for s in samples if s.seconds > 0.0]
         if len(samples) < 3:
             raise UserError(f"cost model: {len(samples)} measured steps, needed are at least 3")
-        models = [cls._fit_hinge(samples, hinge) for hinge in free_tokens]
+        models = [cls._fit_hinge(samples, hinge, verify_step) for hinge in free_tokens]
         return min(models, key=lambda m: sum((m.predict(s) / s.seconds - 1.0) ** 2 for s in samples))
 
     @classmethod
-    def _fit_hinge(cls, samples: Sequence[StepLoad], hinge: float) -> CostModel:
+    def _fit_hinge(cls, samples: list[StepLoad], hinge: float, verify_step: bool) -> CostModel:
         model = cls(1.0, 0.0, 0.0, hinge)
-        features = [model._features(s) for s in samples]
+        features = [[*model._features(s), float(verify_step and s.checked_kv > 0.0)] for s in samples]
         mean = sum(s.seconds for s in samples) / len(samples)
-        means = [sum(x[i] for x in features) / len(samples) for i in range(TERMS)]
+        means = [sum(x[i] for x in features) / len(samples) for i in range(TERMS + 1)]
         scale = [mean / m if m else 0.0 for m in means]  # 0: no step had any of it
-        a, b = [[1e-9 * (i == j) for j in range(TERMS)] for i in range(TERMS)], [0.0] * TERMS
+        a, b = [[1e-9 * (i == j) for j in range(TERMS + 1)] for i in range(TERMS + 1)], [0.0] * (TERMS + 1)
         for sample, x in zip(samples, features, strict=True):
-            _accumulate(a, b, [x[i] * scale[i] / sample.seconds for i in range(TERMS)], 1.0)
-        fixed, per_token, per_kv, per_check = (x * s for x, s in zip(_solve_nonnegative(a, b), scale, strict=True))
-        fitted = cls(fixed, per_token, per_kv, hinge, per_check)
+            _accumulate(a, b, [v * s / sample.seconds for v, s in zip(x, scale, strict=True)], 1.0)
+        found = [x * s for x, s in zip(_solve_nonnegative(a, b), scale, strict=True)]
+        fixed, per_token, per_kv, per_check, per_step = found
+        fitted = cls(fixed, per_token, per_kv, hinge, per_check, per_step)
         # Serving starts with the calibration as its past, worth at most as much as the memory of the recursion.
-        worth = min(1.0, 1.0 / ((1.0 - FORGETTING) * len(samples)))
-        fitted._scale, fitted._a, fitted._b = scale, [[v * worth for v in row] for row in a], [v * worth for v in b]
+        weigh = math.sqrt(min(1.0, 1.0 / ((1.0 - FORGETTING) * len(samples))))
+        for sample, x in zip(samples, features, strict=True):
+            shares = [weigh * v * s / sample.seconds for v, s in zip(x[:TERMS], scale, strict=False)]
+            _accumulate(fitted._a, fitted._b, shares, weigh * (1.0 - per_step * x[TERMS] / sample.seconds))
+        fitted._scale = scale[:TERMS]
         return fitted
 
     def _features(self, load: StepLoad) -> Vector:
@@ -150,7 +177,13 @@ class CostModel:
 
     def predict(self, load: StepLoad) -> float:
         """Seconds the step will take."""
-        return self._speed * sum(w * x for w, x in zip(self._weights, self._features(load), strict=True))
+        return self._speed * (self._terms(load) + self._once(load))
+
+    def _terms(self, load: StepLoad) -> float:
+        return sum(w * x for w, x in zip(self._weights, self._features(load), strict=True))
+
+    def _once(self, load: StepLoad) -> float:
+        return self._verify_step if load.checked_kv > 0.0 else 0.0
 
     def observe(self, load: StepLoad) -> None:
         """A measured step. Steps without a time are ignored."""
@@ -163,7 +196,8 @@ class CostModel:
         self.last_prediction = predicted
         self._residuals.append(predicted / load.seconds - 1.0)
         base = predicted / self._speed
-        target = min(max(load.seconds / predicted, 1.0 - CLIP), 1.0 + CLIP)  # at a speed of 1
+        once = self._once(load)
+        target = min(max(load.seconds / predicted, 1.0 - CLIP), 1.0 + CLIP) - once / base  # at a speed of 1
         self._scale = [s or (base / v if v else 0.0) for s, v in zip(self._scale, x, strict=True)]
         shares = [v * s / base for v, s in zip(x, self._scale, strict=True)]
         weigh = min(1.0, LARGEST / max(shares))
@@ -176,7 +210,7 @@ class CostModel:
         if sum(shares) > 0.0:
             fixed, per_token, per_kv, per_check = (m * s for m, s in zip(shares, self._scale, strict=True))
             self._weights = (fixed, per_token, per_kv, per_check)
-        now = sum(w * v for w, v in zip(self._weights, x, strict=True))
+        now = once + sum(w * v for w, v in zip(self._weights, x, strict=True))
         if now > 0.0:
             # Older ratios were taken against older weights: express them against the new ones, near this load.
             self._ratios = deque((r * base / now for r in self._ratios), SPEED_STEPS)
@@ -198,6 +232,10 @@ class CostModel:
     @property
     def per_check(self) -> float:
         return self._speed * self._weights[3]
+
+    @property
+    def verify_step(self) -> float:
+        return self._speed * self._verify_step
 
     @property
     def free_tokens(self) -> float:

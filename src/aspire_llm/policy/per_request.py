@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from aspire_llm.policy.base import Action, CycleOutcome, RequestView, StepLoad
 from aspire_llm.policy.cost import CostModel, ReadModel
-from aspire_llm.policy.rows import DRAFT, VERIFY, HostPace, RowCosts, VerifyBound
+from aspire_llm.policy.rows import DRAFT, VERIFY, HostPace, RowCosts, VerifyBound, VerifyTogether
 
+TOGETHER_KEEP = 0.95  # of the past, each step with a verification of drafts
 PROBE_SHARE = 0.01  # of plain decoding's time may go into finding out whether drafts would pay again
 
 
@@ -20,6 +22,8 @@ class PerRequestPolicy(ABC):
         self._reads = reads
         self._bound = VerifyBound(max_verify_tokens)
         self._pace = HostPace()
+        self._waiting = VerifyTogether()
+        self._together = 1.0  # verifications of drafts in a step that has any, smoothed
         self._credit: dict[int, float] = {}  # seconds saved up for the next probe
         self._probes: dict[int, float] = {}  # seconds spent on the probe under way
 
@@ -31,10 +35,36 @@ class PerRequestPolicy(ABC):
             prefill,
             self._pace.seconds,
             sum([view.length for view in requests]) / max(1, len(requests)),
+            self._together,
         )
         wants_draft = self._wants_draft
         actions = [DRAFT if view.pending < view.max_draft and wants_draft(view, costs) else VERIFY for view in requests]
-        return self._bound.apply(requests, actions)
+        actions = self._bound.apply(requests, self._wait(requests, actions))
+        asking = self._asking(requests, actions)
+        if asking:
+            self._together += (1.0 - TOGETHER_KEEP) * (len(asking) - self._together)
+        return actions
+
+    def _asking(self, requests: Sequence[RequestView], actions: Sequence[Action]) -> list[int]:
+        """The requests whose drafts are to be verified, by place."""
+        return [i for i, action in enumerate(actions) if action is VERIFY and requests[i].pending]
+
+    def _wait(self, requests: Sequence[RequestView], actions: list[Action]) -> list[Action]:
+        """Let requests that want a verification draft on, where the step is better off without any."""
+        verify_step = self._cost.verify_step
+        if verify_step <= 0.0:
+            return actions
+        asking = self._asking(requests, actions)
+        if not self._waiting.waits(verify_step, sum([self._loss(requests[i]) for i in asking])):
+            return actions
+        for i in asking:
+            actions[i] = DRAFT
+        return actions
+
+    def _loss(self, view: RequestView) -> float:
+        """Seconds lost if a request that wants its drafts verified drafts on instead; infinite where it cannot, or where the
+        policy does not know."""
+        return math.inf
 
     @abstractmethod
     def _wants_draft(self, view: RequestView, costs: RowCosts) -> bool:

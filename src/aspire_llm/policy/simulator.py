@@ -25,6 +25,7 @@ from aspire_llm.errors import UserError
 from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, StepLoad
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
+from aspire_llm.policy.rows import PASS_SHARE
 from aspire_llm.policy.trace import Draft, Trace, shipped_traces
 
 # Where the next cycle's draft comes from: the position that this one reached, as in decoding; or any position, all
@@ -47,11 +48,12 @@ class SimulatedCost:
     per_kv: float = 0.35 / 28_000
     free_tokens: float = 0.0
     per_check: float = 0.0
+    verify_step: float = 0.0
     context_length: int = 28_000
     reads: ReadModel = field(default_factory=lambda: ReadModel(452, 24, 1))
 
     def model(self) -> CostModel:
-        return CostModel(self.fixed, self.per_token, self.per_kv, self.free_tokens, self.per_check)
+        return CostModel(self.fixed, self.per_token, self.per_kv, self.free_tokens, self.per_check, self.verify_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +210,16 @@ class Simulation:
         tokens, kv_tokens = sum(n for n, _ in loads), sum(kv for _, kv in loads)
         checked = sum(kv for n, kv in loads if n > 1)
         seconds = self._model.predict(StepLoad(tokens, kv_tokens, checked_kv=checked))
-        token_time = seconds - self._cost.fixed - self._cost.per_kv * kv_tokens - self._cost.per_check * checked
-        for r, (n, kv) in zip(batch, loads, strict=True):
-            share = self._cost.fixed / len(batch) + (token_time * n / tokens if tokens else 0.0)
-            r.seconds += share + (self._cost.per_kv + self._cost.per_check * (n > 1)) * kv
+        whole = self._cost.fixed + (self._cost.verify_step if checked else 0.0)
+        again = [  # of each request: keys that its verification reads more than once
+            PASS_SHARE * self._cost.per_kv * kv * self._cost.reads.extra_passes(n) if n > 1 else 0.0 for n, kv in loads
+        ]
+        token_time = seconds - whole - self._cost.per_kv * kv_tokens - self._cost.per_check * checked
+        for r, (n, kv), more in zip(batch, loads, again, strict=True):
+            share = whole / len(batch) + (token_time * n / tokens if tokens else 0.0)
+            r.seconds += share + (self._cost.per_kv + self._cost.per_check * (n > 1)) * kv + more
         self._most = max(self._most, verify_tokens)
-        return StepLoad(tokens, kv_tokens, seconds, checked), events
+        return StepLoad(tokens, kv_tokens, seconds + sum(again), checked), events
 
     def _verify(self, r: _Request) -> _Event:
         accepted = min(r.draft.accepted, r.pending)
@@ -342,7 +348,7 @@ def read_cost(path: str) -> SimulatedCost:
     except (OSError, ValueError) as error:
         raise UserError(f"cost {path}: cannot be read as JSON ({error})", "cost") from error
     own = {f.name for f in fields(SimulatedCost)} - {"reads"}
-    reads = {f.name for f in fields(ReadModel)}
+    reads = {f.name for f in fields(ReadModel)} - {"passes"}
     if not isinstance(given, dict) or given.keys() - own - reads:
         raise UserError(
             f"cost {path}: an object with keys of {sorted(own | reads)} is needed, it has {list(given)}", "cost"

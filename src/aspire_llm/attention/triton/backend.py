@@ -48,6 +48,13 @@ class Tuning:
         return Tuning(block_n=64 if head_dim <= 128 else 32, programs=programs)
 
 
+def key_passes(num_tokens: int, group: int, *, deterministic: bool = False) -> int:
+    """Tiles of a row of so many tokens, each of which reads all of its keys. group: query heads of a KV head."""
+    if num_tokens * group <= (TILE_ROWS if deterministic else WIDE_ROWS):
+        return 1
+    return -(-num_tokens // (TILE_ROWS // group))
+
+
 @dataclass(slots=True)
 class TritonPlan:
     batch: AttentionBatch
