@@ -68,6 +68,26 @@ def test_methods_equal_plain(model: LoadedModel, method: str, late: bool) -> Non
     assert min(drafted(requests)) > 0  # drafts were accepted and rejected
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_verifications_that_wait_for_each_other(model: LoadedModel, late: bool) -> None:
+    prompts = prompts_of(LENGTHS)
+    expected = plain_tokens(model, prompts, GREEDY)
+    steps: list[int] = []  # with any verification of drafts
+    for verify_step in (0.0, 1.0):
+        engine = tiny_engine(model, method="aspire", late=late, verify_step=verify_step)
+        requests = requests_for(model, prompts, GREEDY)
+        for request in requests:
+            engine.add(request)
+        steps.append(0)
+        while engine.has_work:
+            plan = engine.step().plan
+            rows = plan.rows if plan is not None else ()
+            steps[-1] += any(row.kind is RowKind.VERIFY and row.num_tokens > 1 for row in rows)
+        assert [request.output_token_ids for request in requests] == expected
+        engine.check()
+    assert steps[1] < steps[0]
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 13, 16])
 def test_every_draft_length(model: LoadedModel, length: int) -> None:
     prompts = prompts_of(LENGTHS)

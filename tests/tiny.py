@@ -76,9 +76,15 @@ class FixedCost(CostModel):
 
 
 def tiny_engine(
-    model: LoadedModel, *, late: bool = False, policy: Any = None, policy_name: str | None = None, **options: Any
+    model: LoadedModel,
+    *,
+    late: bool = False,
+    policy: Any = None,
+    policy_name: str | None = None,
+    verify_step: float = 0.0,
+    **options: Any,
 ) -> Engine:
-    """policy: an object to use; policy_name: or one of the engine's own, by name."""
+    """policy: an object to use; policy_name: or one of the engine's own, by name. verify_step: see CostModel."""
     settings: dict[str, Any] = {
         "model": "tiny",
         "max_model_len": 256,
@@ -93,7 +99,8 @@ def tiny_engine(
     settings.update(options)
     if policy_name is not None:
         settings["policy"] = policy_name
-    engine = build_engine(make_config(**settings), model, policy=policy, cost=FixedCost(1.0, 0.01, 0.05)).engine
+    cost = FixedCost(1.0, 0.01, 0.05, verify_step=verify_step)
+    engine = build_engine(make_config(**settings), model, policy=policy, cost=cost).engine
     return Engine(engine.scheduler, engine.runner, late=late) if late else engine
 
 

@@ -119,7 +119,7 @@ class EngineConfig(BaseModel):
     )
     max_draft_tokens: int = Field(16, ge=1, le=64, description="most drafts between two verifications")
     max_verify_tokens: int | None = Field(
-        None, ge=1, description="most tokens of verifications a step; default on a GPU: 128, or two a request"
+        None, ge=1, description="most tokens of verifications a step; default on a GPU: 192, or four a request"
     )
     calibrate: bool = Field(True, description="measure this machine at start-up, for policies that weigh costs")
     refresh_layers: tuple[int, ...] | None = Field(

@@ -1,9 +1,9 @@
 """Replay acceptance traces under scheduling policies: tokens per second, and how near that comes to hindsight.
 
 No model is needed. --cost is a JSON object with any of "fixed", "per_token", "per_kv" (seconds, or any unit of time),
-"free_tokens", "per_check", "verify_step", "context_length", and "budget", "num_layers", "num_refresh_layers" together. A policy of fixed
-draft length has it after a colon: staggered:8. Speed-ups are over plain decoding; intervals are of the share of hindsight,
-95 %, by bootstrap over the requests of a trace.
+"free_tokens", "per_check", "verify_step", "context_length", and "budget", "num_layers", "num_refresh_layers" together. A policy
+of fixed draft length has it after a colon: staggered:8. Speed-ups are over plain decoding; intervals are of the share of
+hindsight, 95 %, by bootstrap over the requests of a trace.
 """
 
 from __future__ import annotations
