@@ -38,9 +38,8 @@ from aspire_llm.scheduler.scheduler import Limits, Scheduler
 CPU_CACHE_SHARE = 0.4  # of the free memory, when kv_cache_memory is not given
 DEFAULT_BUDGET = 512
 DEFAULT_VERIFIED_SHARE = 0.5
-MAX_GRAPH_TOKENS = (
-    512  # or all that a batch drafts and verifies; wider steps hold prompt chunks, whose work hides the launches
-)
+# Or all that a batch drafts and verifies, if that is more; wider steps hold prompt chunks, whose work hides the launches.
+MAX_GRAPH_TOKENS = 512
 # options that mean nothing beside a policy or selector of the caller's own
 REPLACED = {
     "policy_object": ("policy", "draft_tokens", "max_verify_tokens"),

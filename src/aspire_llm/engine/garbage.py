@@ -6,6 +6,7 @@ small model. Hardly any of them is garbage.
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ def keep_collections_short() -> None:
     through again; what comes later is looked through in full when asked for, or after RARELY collections of younger objects."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else extensions that look for leaks at the end take what is kept for one
     _collect_all_rarely()
 
 

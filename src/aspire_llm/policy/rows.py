@@ -15,7 +15,7 @@ RISE_KEEP, FALL_KEEP = 0.9, 0.99  # of the host's past, each step
 PACE_STEPS = 5  # two odd ones among so many are ignored
 DRAFT, VERIFY = Action.DRAFT, Action.VERIFY  # looked up once: members of an Enum are slow to get at
 PASS_SHARE = (
-    0.7  # of a read: another pass over the same keys, some of which are still in the cache (measured on an H200)
+    0.7  # of a read: another pass over the same keys, some of them still in the device's cache (measured, H200)
 )
 TYPICAL_DRAFTS = 4  # of a cycle, where a step of drafting requests is guessed at
 
