@@ -1,6 +1,5 @@
 """Every policy on hand-made sequences, and what all of them must keep."""
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +15,8 @@ from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, St
 from aspire_llm.policy.calibration import Calibration, bin_of
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
-from aspire_llm.policy.rows import HostPace, RowCosts, VerifyTogether
+from aspire_llm.policy.per_request import PerRequestPolicy
+from aspire_llm.policy.rows import RowCosts
 from aspire_llm.policy.simulator import Replay, SimulatedCost, Simulation
 from aspire_llm.policy.trace import shipped_traces
 
@@ -461,18 +461,6 @@ def test_no_drafts_where_the_host_is_slower_than_a_step_of_them(name: str) -> No
     assert mean_drafts(0.014) < 0.3
 
 
-def test_verifications_wait_for_each_other_while_that_lowers_the_cost_of_a_step() -> None:
-    waiting = VerifyTogether()
-    assert waiting.waits(1.0, 0.4)  # two steps for 1.4, where one had cost 1.0
-    assert waiting.waits(1.0, 0.5)  # three for 1.9
-    assert not waiting.waits(1.0, 0.7)  # four for 2.6 would cost more each
-    assert waiting.waits(1.0, 0.9)  # begins anew
-    assert not waiting.waits(1.0, math.inf)  # somebody cannot draft on
-    for _ in range(9):
-        assert waiting.waits(1.0, 0.0)  # nobody asks
-    assert not waiting.waits(1.0, 0.2)  # ten steps have shared it already
-
-
 def test_together_verifications_are_fewer_steps_and_tokens_come_faster() -> None:
     """A step with any verification takes a fifth longer, whatever it holds."""
     trace = shipped_traces("refreshed_16")["qwen2.5-coder-0.5b_28k_code"]
@@ -489,38 +477,14 @@ def test_together_verifications_are_fewer_steps_and_tokens_come_faster() -> None
     assert drafts_together > drafts_alone  # they draft on meanwhile
 
 
-@pytest.mark.parametrize("name", ["fsm", "ema", "lockstep", "staggered"])
+@pytest.mark.parametrize("name", ["fsm", "ema"])
 def test_policies_that_do_not_know_what_waiting_loses_do_not_wait(name: str) -> None:
-    actions = []
-    for verify_step in (0.0, 5.0):
-        driver = Driver(any_policy(name, None, verify_step), range(6), constant(0.7))
-        driver.policy.observe_step(StepLoad(1, 1.0, 0.0))
-        actions.append([driver.step() for _ in range(40)])
-    if name in ("lockstep", "staggered"):
-        assert actions[0] == actions[1]
-    assert all(Action.VERIFY in {a for step in taken[-20:] for a in step} for taken in actions)
-
-
-def test_a_host_that_stumbled_is_not_a_slow_host() -> None:
-    """A kernel that is compiled holds the host up for a hundred steps' time: drafts are worth no less after it."""
-    pace = HostPace()
-    for i in range(60):
-        pace.observe(StepLoad(0, 0.0, 0.0, host_seconds=0.5 if i in (2, 3, 20, 40, 42) else 0.004))
-    assert pace.seconds == pytest.approx(0.004, rel=0.05)
-
-
-def test_a_host_that_is_slow_for_a_while_is_seen_and_forgiven() -> None:
-    pace = HostPace()
-
-    def after(steps: int, seconds: float) -> float:
-        for _ in range(steps):
-            pace.observe(StepLoad(0, 0.0, 0.0, host_seconds=seconds))
-        return pace.seconds
-
-    assert after(60, 0.004) == pytest.approx(0.004, rel=0.01)
-    assert after(30, 0.040) > 0.035
-    assert after(30, 0.004) > 0.025  # not at once
-    assert after(600, 0.004) < 0.0042
+    policy = any_policy(name, None, verify_step=5.0)
+    assert isinstance(policy, PerRequestPolicy)
+    views = [RequestView(key, LENGTH, key % 4, (0.9,) * (key % 4), 8) for key in range(12)]
+    asked = [Action.DRAFT if key % 3 else Action.VERIFY for key in range(12)]
+    for _ in range(20):
+        assert policy._wait(views, list(asked)) == asked
 
 
 def test_a_host_that_keeps_up_changes_nothing() -> None:

@@ -27,7 +27,8 @@ def efficiency(
 
         g · (fixed / B + per_token) + fixed / B + (g + 1) · per_token + per_kv · KV tokens read + per_check · length;
 
-    plain decoding costs fixed / B + per_token + per_kv · length a token. g = 0 is among the choices.
+    plain decoding costs fixed / B + per_token + per_kv · length a token. g = 0 is among the choices. What a step pays once for
+    its verifications is left out: who shares it depends on the policy.
     """
     fixed = cost.fixed / batch_size
     per_token = cost.per_token * max(0.0, 1.0 - cost.free_tokens / (2 * batch_size))  # as policies charge it

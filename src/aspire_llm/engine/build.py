@@ -188,7 +188,7 @@ def resolve(
 
 
 def default_verify_tokens(max_num_seqs: int, device: torch.device) -> int | None:
-    """The bound on tokens of verifications in a step; None: there is none."""
+    """The bound on tokens of verifications in a step, where none is given; None (on a CPU): there is none."""
     return max(GPU_VERIFY_TOKENS, VERIFY_TOKENS_A_REQUEST * max_num_seqs) if device.type == "cuda" else None
 
 
@@ -381,6 +381,7 @@ def build_forward(
 
 
 def read_model(config: EngineConfig, resolved: Resolved, shape: DecoderConfig, selector: Selector | None) -> ReadModel:
+    """What rows read, as policies count it: of the engine's selector, budget and attention backend."""
     passes: tuple[int, ...] = ()
     if uses_triton(config, resolved.device):
         from aspire_llm.attention.triton.backend import key_passes

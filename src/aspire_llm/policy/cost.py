@@ -1,4 +1,4 @@
-"""The cost model of a step, kept right online: the paper's three terms, and one for verifications of drafts.
+"""The cost model of a step, kept right online: the paper's three terms, and two for verifications of drafts.
 
     seconds = fixed + per_token · max(0, tokens - free_tokens) + per_kv · KV tokens + per_check · checked KV tokens
               + verify_step, if there is any verification of drafts
@@ -177,10 +177,7 @@ class CostModel:
 
     def predict(self, load: StepLoad) -> float:
         """Seconds the step will take."""
-        return self._speed * (self._terms(load) + self._once(load))
-
-    def _terms(self, load: StepLoad) -> float:
-        return sum(w * x for w, x in zip(self._weights, self._features(load), strict=True))
+        return self._speed * (_dot(self._weights, self._features(load)) + self._once(load))
 
     def _once(self, load: StepLoad) -> float:
         return self._verify_step if load.checked_kv > 0.0 else 0.0
@@ -210,7 +207,7 @@ class CostModel:
         if sum(shares) > 0.0:
             fixed, per_token, per_kv, per_check = (m * s for m, s in zip(shares, self._scale, strict=True))
             self._weights = (fixed, per_token, per_kv, per_check)
-        now = once + sum(w * v for w, v in zip(self._weights, x, strict=True))
+        now = once + _dot(self._weights, x)
         if now > 0.0:
             # Older ratios were taken against older weights: express them against the new ones, near this load.
             self._ratios = deque((r * base / now for r in self._ratios), SPEED_STEPS)
@@ -246,6 +243,10 @@ class CostModel:
         if not self._residuals:
             return 1.0
         return sum(abs(r) <= tolerance for r in self._residuals) / len(self._residuals)
+
+
+def _dot(weights: Vector, features: Vector) -> float:
+    return sum([w * x for w, x in zip(weights, features, strict=True)])
 
 
 def _accumulate(a: list[list[float]], b: list[float], features: Sequence[float], target: float) -> None:

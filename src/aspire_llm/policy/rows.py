@@ -14,9 +14,7 @@ from aspire_llm.policy.cost import CostModel, ReadModel
 RISE_KEEP, FALL_KEEP = 0.9, 0.99  # of the host's past, each step
 PACE_STEPS = 5  # two odd ones among so many are ignored
 DRAFT, VERIFY = Action.DRAFT, Action.VERIFY  # looked up once: members of an Enum are slow to get at
-PASS_SHARE = (
-    0.7  # of a read: another pass over the same keys, some of them still in the device's cache (measured, H200)
-)
+PASS_SHARE = 0.7  # of a read: another pass over the same keys, of which some are still in the cache (measured, H200)
 TYPICAL_DRAFTS = 4  # of a cycle, where a step of drafting requests is guessed at
 
 
