@@ -13,6 +13,7 @@ from aspire_llm.errors import UserError
 from aspire_llm.policy.acceptance import SmoothedRate, expected_tokens
 from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, StepLoad
 from aspire_llm.policy.calibration import Calibration, bin_of
+from aspire_llm.policy.confidence import Confidence
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
 from aspire_llm.policy.per_request import PerRequestPolicy
@@ -124,24 +125,59 @@ def test_calibration_learns_each_requests_own_map() -> None:
             accepted = next((i for i, c in enumerate(confidences) if rng.random() >= rates[c]), 12)
             calibration.observe(key, confidences, accepted)
     for key, rates in true.items():
-        odds = calibration.odds(key)
+        odds = calibration.odds([key])
         for confidence, rate in rates.items():
-            assert 1.0 - odds.reject[bin_of(confidence)] == pytest.approx(rate, abs=0.08)
-        assert odds.accept_next[bin_of(0.85)] == pytest.approx(mean(rates.values()), abs=0.08)
-    fresh = calibration.odds(3)  # the batch is the prior of a newcomer
-    assert true[2][0.25] < 1.0 - fresh.reject[bin_of(0.25)] < true[1][0.25]
+            assert 1.0 - odds.reject[0, bin_of(confidence)] == pytest.approx(rate, abs=0.08)
+        assert odds.accept_next[0, bin_of(0.85)] == pytest.approx(mean(rates.values()), abs=0.08)
+    fresh = calibration.odds([3])  # the batch is the prior of a newcomer
+    assert true[2][0.25] < 1.0 - fresh.reject[0, bin_of(0.25)] < true[1][0.25]
     calibration.forget(1)
-    assert calibration.odds(1) == calibration.odds(3)
+    both = calibration.odds([1, 3])
+    for of in (both.reject, both.evidence, both.accept_next):
+        assert (of[0] == of[1]).all()
 
 
 def test_calibration_counts_nothing_after_the_first_rejection_as_a_draft_that_was_tried() -> None:
     calibration = Calibration()
-    before = calibration.odds(9).reject
+    before = calibration.odds([9]).reject[0]
     calibration.observe(1, [0.95, 0.25, 0.55, 0.55, 0.55], accepted=1)
-    after = calibration.odds(9).reject
+    after = calibration.odds([9]).reject[0]
     assert after[bin_of(0.55)] == before[bin_of(0.55)]
     assert after[bin_of(0.25)] > before[bin_of(0.25)]
     assert after[bin_of(0.95)] < before[bin_of(0.95)]
+
+
+def test_requests_asked_together_are_answered_as_each_alone() -> None:
+    """More of them than there are places at first, of every state, while others come and go."""
+    rng = random.Random(0)
+    together, alone = (Confidence(long_context(), READS) for _ in range(2))
+    state = {key: (0, list[float]()) for key in range(40)}
+    drafted = 0
+    for step in range(60):
+        if step % 7 == 6:
+            left, state[100 + step] = rng.choice(list(state)), (0, [])
+            del state[left]
+            together.forget(left)
+            alone.forget(left)
+        views = [
+            RequestView(key, rng.randint(9, LENGTH), pending, known[: rng.randint(max(0, pending - 2), pending)], 24)
+            for key, (pending, known) in state.items()
+        ]
+        costs = RowCosts.of_step(long_context(), READS, len(views), NO_LOAD)
+        answers = together._want_drafts(views, costs)
+        assert answers == [alone._want_drafts([view], costs)[0] for view in views]
+        for view, drafts in zip(views, answers, strict=True):
+            pending, known = state[view.key]
+            if drafts and pending < 24:
+                state[view.key] = pending + 1, [*known, rng.betavariate(5.0, 0.4)]
+                drafted += 1
+            else:
+                state[view.key] = 0, []
+                outcome = CycleOutcome(view.key, pending, rng.randint(0, pending), tuple(known))
+                together.observe_cycle(outcome)
+                alone.observe_cycle(outcome)
+        assert together.price == pytest.approx(alone.price, rel=1e-12)
+    assert 200 < drafted < 60 * 40 - 200
 
 
 # --- draft lengths

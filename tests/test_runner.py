@@ -43,13 +43,13 @@ def test_rows_as_arrays() -> None:
     assert all(isinstance(kind, RowKind) for kind in step.kinds)
     assert (step.scored_rows, step.num_scored_tokens, step.scores_verified) == ((0, 1, 2), 4, True)
 
-    tail = AfterForward.of(columns, np.array([True, True, True, False, False]))
+    tail = AfterForward.of(columns, np.array([True, True, True, False, False]), lambda n: n + 2)
     places, sampled, renewed, renewed_slots, refreshed, refreshed_slots = (array.tolist() for array in tail.arrays)
     assert places == [0, 1, 2, -1, 3]
-    assert sampled == [0, 1, 2, 6, 7, 10]
+    assert sampled == [0, 1, 2, 6, 7, 10, 0, 0]
     assert (renewed, renewed_slots, refreshed, refreshed_slots) == ([0, 1], [3, 0], [2], [5])
     assert (tail.num_logits, tail.all_sampled) == (6, False)
-    assert AfterForward.of(Columns.of(rows[::4]), np.zeros(2, dtype=bool)).all_sampled
+    assert AfterForward.of(Columns.of(rows[::4]), np.zeros(2, dtype=bool), int).all_sampled
 
 
 def test_prompts_say_nothing_about_the_hosts_pace() -> None:

@@ -84,7 +84,7 @@ def on_device(scene: Scene) -> tuple[StepRows, torch.Tensor, int]:
     pad_rows = SLOTS + 1 if scene.pad_rows else 0
     step = describe(columns, weights, pad_rows, columns.num_tokens + scene.spare_tokens, SLOTS)
     *rows, padded = (torch.from_numpy(array).to(DEVICE) for array in step.arrays)
-    places, *_ = AfterForward.of(columns, np.zeros(len(scene.rows), dtype=bool)).arrays
+    places, *_ = AfterForward.of(columns, np.zeros(len(scene.rows), dtype=bool), int).arrays
     return StepRows(*rows), torch.from_numpy(places).to(DEVICE), len(padded)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,9 @@ class OnDevice:
     """R rows. Q of them sample, with N logits in all; V renew their context, D refresh it."""
 
     places: Tensor  # int32 [R]: which of the Q each row is; -1: none
-    sampled_tokens: Tensor  # int64 [N]: tokens of the flat batch that get logits
+    sampled_tokens: (
+        Tensor  # int64 [≥ N]: tokens of the flat batch that get logits, and as many more as the step is padded to
+    )
     renewed_rows: Tensor  # int64 [V]: of the batch
     renewed_slots: Tensor  # int64 [V]
     refreshed_rows: Tensor  # int64 [D]
@@ -33,13 +35,15 @@ class AfterForward:
     arrays: tuple[Array, ...]  # in the order of OnDevice's fields
 
     @staticmethod
-    def of(rows: Columns, updates: Bools) -> AfterForward:
-        """updates [R]: whether the row's attention renews or refreshes its request's context."""
+    def of(rows: Columns, updates: Bools, padded: Callable[[int], int]) -> AfterForward:
+        """updates [R]: whether the row's attention renews or refreshes its request's context. padded: as
+        `Forward.padded`, since a product of a new size makes a GPU load a kernel and wait for it."""
         num_logits = rows.num_logits
         total = int(num_logits.sum())
         # the last of each row's tokens
         skipped = rows.offsets + rows.counts - num_logits - (np.cumsum(num_logits) - num_logits)
-        sampled_tokens = np.arange(total) + np.repeat(skipped, num_logits)
+        sampled_tokens = np.zeros(padded(total) if total else 0, dtype=np.int64)  # padding: any token
+        sampled_tokens[:total] = np.arange(total) + np.repeat(skipped, num_logits)
         places = np.where(rows.samples, np.cumsum(rows.samples) - 1, -1).astype(np.int32)
         drafts = rows.drafts
         renewed, refreshed = np.flatnonzero(updates & ~drafts), np.flatnonzero(updates & drafts)

@@ -48,7 +48,9 @@ def describe(rows: Columns, weights: Floats, pad_rows: int, pad_tokens: int, scr
     padded = np.zeros(max(pad_tokens, total), dtype=np.float32)
     padded[:total] = weights
     scored_tokens = np.flatnonzero(weights)
-    scored = np.unique(np.searchsorted(rows.offsets, scored_tokens, side="right") - 1)
+    is_scored = np.zeros(num_rows, dtype=bool)
+    is_scored[np.searchsorted(rows.offsets, scored_tokens, side="right") - 1] = True
+    scored = np.flatnonzero(is_scored)
     return Described(
         kinds=tuple(map(KINDS.__getitem__, rows.kinds.tolist())),
         num_tokens=tuple(rows.counts.tolist()),

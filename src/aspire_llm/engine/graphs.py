@@ -61,6 +61,7 @@ class GraphForward:
         scored: bool,
     ) -> None:
         self._eager = EagerForward(decoder, backend, state, contexts)
+        self._logits = decoder.logits
         self._sizes = list(sizes)
         self._scored = scored
         self._scratch = state.num_slots
@@ -99,6 +100,7 @@ class GraphForward:
         with torch.cuda.graph(graph, pool=pool):
             forwarded = self._eager.run(described, arrays)
         graph.replay()  # the first one is slow: not while serving
+        self._logits(forwarded.hidden)  # nor may this size load its kernel then, which waits for the device
         return Captured(graph, same_type(arrays), forwarded)
 
 

@@ -79,7 +79,7 @@ class Runner:
         step = describe(
             rows, weights, self._forward.pad_rows, self._forward.padded(rows.num_tokens), self.state.num_slots
         )
-        tail = AfterForward.of(rows, updates)
+        tail = AfterForward.of(rows, updates, self._forward.padded)
         arrays = iter(
             self._uploader.send(
                 [
@@ -139,12 +139,11 @@ class Runner:
         """[T]: score weight of each token; 0 in rows whose context is not updated."""
         weights = np.zeros(rows.num_tokens, dtype=np.float32)
         updating = np.flatnonzero(updates)
-        alike: dict[tuple[int, int], list[int]] = {}  # rows of one kind and number of tokens have the same weights
-        shapes = zip(rows.kinds[updating].tolist(), rows.counts[updating].tolist(), strict=True)
-        for offset, shape in zip(rows.offsets[updating].tolist(), shapes, strict=True):
-            alike.setdefault(shape, []).append(offset)
-        for (kind, count), offsets in alike.items():
-            weights[np.array(offsets)[:, None] + np.arange(count)] = self._weights_of(kind, count)
+        shapes = rows.counts[updating] * len(RowKind) + rows.kinds[updating]
+        for shape in set(shapes.tolist()):  # rows of one kind and number of tokens have the same weights
+            count, kind = divmod(shape, len(RowKind))
+            offsets = rows.offsets[updating[shapes == shape]]
+            weights[offsets[:, None] + np.arange(count)] = self._weights_of(kind, count)
         return weights
 
     def _weights_of(self, kind: int, num_tokens: int) -> Floats:
@@ -161,20 +160,19 @@ class Runner:
     # ---- after the forward
 
     def _sample(self, rows: Columns, tail: AfterForward, there: OnDevice, forwarded: Forwarded) -> SampleOutput | None:
-        """Logits of the rows that sample, and of no other token; then tokens from them."""
+        """Logits of the rows that sample, and of no other token but padding; then tokens from them."""
         if not tail.num_logits:
             return None
-        if tail.all_sampled:  # what follows them is padding
-            hidden, positions = forwarded.hidden[: tail.num_logits], forwarded.positions[: tail.num_logits]
-        else:
-            hidden, positions = forwarded.hidden[there.sampled_tokens], forwarded.positions[there.sampled_tokens]
+        hidden, positions = forwarded.hidden, forwarded.positions
+        if not tail.all_sampled:
+            hidden, positions = hidden[there.sampled_tokens], positions[there.sampled_tokens]
         return self.sampler.run(
             SampleBatch(
                 kinds=rows.kinds[rows.samples],
                 slots=rows.slots[rows.samples],
                 num_tokens=rows.num_logits[rows.samples],
-                logits=self.decoder.logits(hidden),
-                positions=positions,
+                logits=self.decoder.logits(hidden)[: tail.num_logits],
+                positions=positions[: tail.num_logits],
                 history=self.state.tokens,
             )
         )

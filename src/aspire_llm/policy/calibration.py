@@ -7,11 +7,14 @@ on real models: of confidences under 0.3, 70-80 % are accepted; over 0.9, 99.8 %
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from operator import mul
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
 
 # Upper edges of the bins: even in the middle, finer near 1, where most drafts lie and the rejection rate still falls.
 BIN_EDGES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.999)
@@ -74,14 +77,13 @@ class RejectionRates:
     def __init__(self, prior: Sequence[float]) -> None:
         self._rejected = [rate * BATCH_WEIGHT for rate in prior]
         self._tried = [BATCH_WEIGHT] * len(prior)
-        self._rates: list[float] | None = None  # of the batch, until the next cycle is observed
         self._requests: dict[int, _RequestRates] = {}
+        self._nothing = _RequestRates(len(prior))  # of a request without drafts
 
     def observe(self, key: int, bins: Sequence[int], last_rejected: bool) -> None:
         """The drafts of a cycle that were tried, by bin: all accepted, but for the last one where it was rejected."""
         if not bins:
             return
-        self._rates = None
         own = self._requests.get(key)
         if own is None:
             own = self._requests[key] = _RequestRates(len(self._tried))
@@ -99,20 +101,16 @@ class RejectionRates:
             happened += 1.0
         own.happened, own.expected = happened, expected
 
-    def rates(self, key: int) -> list[float]:
-        """By bin."""
-        batch = self._rates
-        if batch is None:
-            batch = self._rates = [r / n for r, n in zip(self._rejected, self._tried, strict=True)]
-        own = self._requests.get(key)
-        if own is None:
-            return batch
-        trend = own.happened / own.expected
-        return [
-            (rejected + REQUEST_WEIGHT * (rate if (rate := trend * of_batch) < TREND_CAP else TREND_CAP))
-            / (tried + REQUEST_WEIGHT)
-            for rejected, tried, of_batch in zip(own.rejected, own.tried, batch, strict=True)
-        ]
+    def rates(self, keys: Sequence[int]) -> Floats:
+        """[R, bins]"""
+        own = [self._requests.get(key, self._nothing) for key in keys]
+        trend = np.array([[request.happened / request.expected] for request in own])
+        batch = np.array(self._rejected) / np.array(self._tried)
+        rejected = np.array([request.rejected for request in own]) + REQUEST_WEIGHT * np.minimum(
+            trend * batch, TREND_CAP
+        )
+        rates: Floats = rejected / (np.array([request.tried for request in own]) + REQUEST_WEIGHT)
+        return rates
 
     def forget(self, key: int) -> None:
         self._requests.pop(key, None)
@@ -131,30 +129,11 @@ class _Histogram:
             counts[bin] += 1.0
         self.total += len(bins)
 
-    def distribution(self) -> list[float]:
-        total = self.total
-        return [count / total for count in self.counts]
 
-
-@dataclass(slots=True)
-class TurnRatios:
-    """Likelihood ratio, by bin, of an earlier wrong turn of one request, tempered. Few bins are asked for in a cycle."""
-
-    right: list[float]  # [NUM_BINS]: the batch's distributions while all was right, and after a wrong draft
-    wrong: list[float]
-    own: tuple[_Histogram, _Histogram] | None  # the request's, which must not change meanwhile
-    _known: dict[int, float] = field(init=False, default_factory=dict, compare=False)
-
-    def __getitem__(self, bin: int) -> float:
-        known = self._known.get(bin)
-        if known is None:
-            p, q = self.right[bin], self.wrong[bin]
-            if self.own is not None:
-                right, wrong = self.own
-                p = (right.counts[bin] + LIKELIHOOD_WEIGHT * p) / (right.total + LIKELIHOOD_WEIGHT)
-                q = (wrong.counts[bin] + LIKELIHOOD_WEIGHT * q) / (wrong.total + LIKELIHOOD_WEIGHT)
-            known = self._known[bin] = math.pow(q / p, TEMPER)
-        return known
+def distributions(histograms: Sequence[_Histogram], prior: Floats | float = 0.0, weight: float = 0.0) -> Floats:
+    """[len(histograms), NUM_BINS], where the distribution `prior` is worth `weight` drafts."""
+    counts: Floats = np.array([histogram.counts for histogram in histograms]) + weight * prior
+    return counts / (np.array([[histogram.total] for histogram in histograms]) + weight)
 
 
 class WrongTurnEvidence:
@@ -163,14 +142,13 @@ class WrongTurnEvidence:
 
     def __init__(self) -> None:
         self._right, self._wrong = _Histogram(1.0), _Histogram(1.0)
-        self._batch: tuple[list[float], list[float]] | None = None  # both distributions, until the next is observed
         self._requests: dict[int, tuple[_Histogram, _Histogram]] = {}
+        self._nothing = _Histogram(0.0), _Histogram(0.0)  # of a request without drafts
 
     def observe(self, key: int, right: Sequence[int], wrong: Sequence[int]) -> None:
         """Bins of a cycle's drafts before the first wrong one, and of those after it."""
         if not right and not wrong:
             return
-        self._batch = None
         own = self._requests.get(key)
         if own is None:
             own = self._requests[key] = _Histogram(0.0), _Histogram(0.0)
@@ -181,75 +159,50 @@ class WrongTurnEvidence:
             self._wrong.add(wrong)
             own[1].add(wrong)
 
-    def ratios(self, key: int) -> TurnRatios:
-        """Valid until the request's next cycle is observed."""
-        if self._batch is None:
-            self._batch = self._right.distribution(), self._wrong.distribution()
-        right, wrong = self._batch
-        return TurnRatios(right, wrong, self._requests.get(key))
+    def ratios(self, keys: Sequence[int]) -> Floats:
+        """[R, NUM_BINS], tempered"""
+        own = [self._requests.get(key, self._nothing) for key in keys]
+        batch = distributions((self._right, self._wrong))
+        right = distributions([request[0] for request in own], batch[0], LIKELIHOOD_WEIGHT)
+        wrong = distributions([request[1] for request in own], batch[1], LIKELIHOOD_WEIGHT)
+        ratios: Floats = (wrong / right) ** TEMPER
+        return ratios
 
     def forget(self, key: int) -> None:
         self._requests.pop(key, None)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class DraftOdds:
-    """What is believed of a request's drafts in a cycle, by bin; where by the bin before, START is the last."""
+    """What is believed of the drafts of R requests in a cycle, by bin."""
 
-    reject: list[float]  # [NUM_BINS]: this draft is the first that is wrong
-    evidence: TurnRatios  # [NUM_BINS]
-    accept_next: list[float]  # [NUM_BINS + 1]: the next draft, not made yet, is right if all before it are
-    next_bins: list[list[float]]  # [NUM_BINS + 1][NUM_BINS]: distribution of the next draft's bin
-    right: list[float] = field(init=False)  # [NUM_BINS]: this draft is right if all before it are
-    both_right: list[float] = field(init=False)  # [NUM_BINS]: and the one after it is right too
-    _two_right: dict[int, float] = field(init=False, default_factory=dict, compare=False)
-
-    def __post_init__(self) -> None:
-        self.right = [1.0 - wrong for wrong in self.reject]
-        self.both_right = list(map(mul, self.right, self.accept_next))  # of START too, which cannot come, there is none
-
-    def one_right(self, last: int) -> float:
-        """P(the draft to come after one of bin `last` is right)."""
-        chance: float = sum(map(mul, self.next_bins[last], self.right))
-        return chance
-
-    def two_right(self, last: int) -> float:
-        """P(the draft to come after one of bin `last` is right, and the one after it too)."""
-        known = self._two_right.get(last)
-        if known is None:
-            known = self._two_right[last] = sum(map(mul, self.next_bins[last], self.both_right))
-        return known
-
-    def survival(self, before: float, bin: int) -> float:
-        """P(all drafts right) once a draft of `bin` has joined, from that of the drafts before it (Bayes)."""
-        right = before * self.right[bin]
-        wrong = before * self.reject[bin] + (1.0 - before) * self.evidence[bin]
-        return right / (right + wrong)
+    reject: Floats  # [R, NUM_BINS]: this draft is the first that is wrong
+    evidence: Floats  # [R, NUM_BINS]: P(bin | an earlier draft was wrong) / P(bin | all right so far)
+    accept_next: (
+        Floats  # [R, NUM_BINS + 1]: the next draft, not made yet, is right if all before it are; START is the last
+    )
 
 
 class Calibration:
     """The three maps of a batch and its requests, and what follows what. A request's odds hold for a cycle: until its next
-    one is observed.
-
-    What the batch has shown is one for all requests that begin a cycle between two observations, and kept for them.
-    """
+    one is observed."""
 
     def __init__(self) -> None:
         self._rejection = RejectionRates(PRIOR_REJECTION)
         self._next = RejectionRates([PRIOR_NEXT_REJECTION] * (NUM_BINS + 1))
         self._evidence = WrongTurnEvidence()
         self._follows = [_Histogram(0.5) for _ in range(NUM_BINS + 1)]
-        self._next_bins: list[list[float]] | None = None
+        self._next_bins: Floats | None = None
 
-    def odds(self, key: int) -> DraftOdds:
+    def odds(self, keys: Sequence[int]) -> DraftOdds:
+        return DraftOdds(self._rejection.rates(keys), self._evidence.ratios(keys), 1.0 - self._next.rates(keys))
+
+    @property
+    def next_bins(self) -> Floats:
+        """[NUM_BINS + 1, NUM_BINS]: distribution of the next draft's bin, by the bin before it; START is the last."""
         if self._next_bins is None:
-            self._next_bins = [row.distribution() for row in self._follows]
-        return DraftOdds(
-            self._rejection.rates(key),
-            self._evidence.ratios(key),
-            [1.0 - rate for rate in self._next.rates(key)],
-            self._next_bins,
-        )
+            self._next_bins = distributions(self._follows)
+        return self._next_bins
 
     def observe(self, key: int, confidences: Sequence[float], accepted: int) -> None:
         """A verified cycle: confidences of its drafts, of which `accepted` were right."""

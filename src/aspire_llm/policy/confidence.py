@@ -16,36 +16,21 @@ Both are kept in units of a plain token's cost, so that they hold on when contex
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from aspire_llm.policy.base import CycleOutcome, RequestView
-from aspire_llm.policy.calibration import START, Calibration, DraftOdds, bin_of
+from aspire_llm.policy.calibration import START, Calibration, bins_of
 from aspire_llm.policy.cost import CostModel, ReadModel
+from aspire_llm.policy.cycles import Cycles
 from aspire_llm.policy.per_request import PerRequestPolicy
-from aspire_llm.policy.rows import RowCosts
+from aspire_llm.policy.rows import Floats, Ints, RowCosts
 
 PRICE_KEEP = 0.95  # of a request's past, each cycle: it remembers about 20; the batch's, 50 times more
 PRIOR_CYCLES = 5.0  # plain tokens' worth of time that the batch's price counts for a request
 BATCH_KEEP = 0.999
 PRIOR_DRAFTS = 4.0
-
-
-class _Request:
-    """What is known of a request: its cycle under way, its tokens a second, and at what it was last asked."""
-
-    __slots__ = ("costs", "last", "loss", "odds", "price", "seen", "survival", "times", "tokens")
-
-    def __init__(self) -> None:
-        self.odds: DraftOdds | None = None  # None: a verification's outcome has made them out of date
-        self.tokens = self.times = 0.0  # tokens in the time of so many plain tokens, smoothed over cycles
-        self.costs = (0.0, 0.0, 0.0)  # of a draft, of a plain verification and of one of drafts
-        self.price = 0.0
-        self.loss = 0.0  # seconds that one more draft would lose
-        self.begin_cycle()
-
-    def begin_cycle(self) -> None:
-        self.seen = 0  # pending drafts whose confidences are in `survival`
-        self.survival = 1.0  # P(these are all right)
-        self.last = START  # bin of the last of them
 
 
 class Confidence(PerRequestPolicy):
@@ -54,85 +39,99 @@ class Confidence(PerRequestPolicy):
     def __init__(self, cost: CostModel, reads: ReadModel, max_verify_tokens: int | None = None) -> None:
         super().__init__(cost, reads, max_verify_tokens)
         self._calibration = Calibration()
-        self._requests: dict[int, _Request] = {}
+        self._cycles = Cycles()
         self._tokens = self._times = self._batch_rate = 0.0  # of the batch, as of a request
         self._mean_drafts = PRIOR_DRAFTS  # of the batch's cycles
 
     def _wants_draft(self, view: RequestView, costs: RowCosts) -> bool:
-        request = self._requests.get(view.key)
-        if request is None:
-            request = self._requests[view.key] = _Request()
-        pending, known = view.pending, view.confidences
-        draft, verify, check = request.costs = costs.of_row(view.length, pending)
-        rate = self._batch_rate
-        if request.times:
-            rate = (request.tokens + PRIOR_CYCLES * rate) / (request.times + PRIOR_CYCLES)
-        price = request.price = (rate if rate > 1.0 else 1.0) / verify
-        odds, num_known = request.odds, len(known)
-        if odds is None:
-            odds = request.odds = self._calibration.odds(view.key)
-            request.begin_cycle()
-        elif num_known < request.seen:  # verified, its outcome still to come; or preempted
-            request.begin_cycle()
-        for i in range(request.seen, num_known):
-            request.last = bin_of(known[i])
-            request.survival = odds.survival(request.survival, request.last)
-        request.seen = num_known
-        hurdle = price * draft
-        if not pending:  # it makes a check of a plain verification: a share of what that costs more
-            hurdle += price * (check - verify) / max(1.0, self._mean_drafts)
-        gain = self._gain(odds, request.survival, request.last, pending - num_known, hurdle)
-        request.loss = -gain / price
-        return gain > 0.0 or (not pending and self._may_probe(view, costs))
+        return self._want_drafts([view], costs)[0]
+
+    def _want_drafts(self, views: Sequence[RequestView], costs: RowCosts) -> list[bool]:
+        cycles = self._cycles
+        at = cycles.places([view.key for view in views])
+        pending = np.array([view.pending for view in views])
+        known = np.array([len(view.confidences) for view in views])
+        self._take_in(at, views, known)
+        draft, verify, check = costs.of_rows(np.array([view.length for view in views], dtype=np.float64), pending)
+        times = cycles.times[at]
+        own = (cycles.tokens[at] + PRIOR_CYCLES * self._batch_rate) / (times + PRIOR_CYCLES)
+        price = np.maximum(np.where(times > 0.0, own, self._batch_rate), 1.0) / verify
+        # the first draft makes a check of a plain verification: a share of what that costs more
+        share = (pending == 0) / max(1.0, self._mean_drafts)
+        gain = self._gains(at, pending - known, price * (draft + share * (check - verify)))
+        cycles.draft[at], cycles.verify[at], cycles.check[at] = draft, verify, check
+        cycles.price[at], cycles.loss[at] = price, -gain / price
+        wants: list[bool] = (gain > 0.0).tolist()
+        for i in np.flatnonzero((gain <= 0.0) & (pending == 0)).tolist():
+            wants[i] = self._may_probe(views[i], costs)
+        return wants
+
+    def _take_in(self, at: Ints, views: Sequence[RequestView], known: Ints) -> None:
+        """New confidences into the survival of each request's drafts. known [R]: how many there are."""
+        cycles = self._cycles
+        outdated = np.flatnonzero(~cycles.has_odds[at])
+        if len(outdated):
+            cycles.set_odds(at[outdated], self._calibration.odds([views[i].key for i in outdated.tolist()]))
+            cycles.begin(at[outdated])
+        cycles.begin(at[known < cycles.seen[at]])  # verified, the outcome still to come; or preempted
+        rows = np.flatnonzero(known > cycles.seen[at])
+        while len(rows):
+            places = at[rows]
+            nth = cycles.seen[places].tolist()
+            bins = np.array(bins_of([views[i].confidences[n] for i, n in zip(rows.tolist(), nth, strict=True)]))
+            before = cycles.survival[places]
+            right = before * cycles.right[places, bins]  # Bayes
+            wrong = before * cycles.reject[places, bins] + (1.0 - before) * cycles.evidence[places, bins]
+            cycles.survival[places] = right / (right + wrong)
+            cycles.last[places] = bins
+            cycles.seen[places] += 1
+            rows = rows[known[rows] > cycles.seen[places]]
+
+    def _gains(self, at: Ints, unseen: Ints, hurdle: Floats) -> Floats:
+        """[R]: tokens that one more draft brings beyond `hurdle`; `unseen` of the pending drafts are not in `survival` yet."""
+        cycles = self._cycles
+        last, survival = cycles.last[at], cycles.survival[at]
+        bins = self._calibration.next_bins[last]  # [R, NUM_BINS]: of the draft to come after the last seen one
+        right, accept_next = cycles.right[at], cycles.accept_next[at]
+        both = right * accept_next[:, :START]  # a draft is right, and the one after it too
+        two_right = (bins * both).sum(1)
+        turn = two_right / (bins * right).sum(1)  # the next is right, if one not seen yet is
+        survival = survival * turn ** np.maximum(unseen - 1, 0)
+        gain = survival * np.where(unseen > 0, two_right, accept_next[np.arange(len(at)), last]) - hurdle
+        ahead = np.where(unseen > 0, survival * turn, survival)
+        look = (bins * np.maximum(ahead[:, None] * both - hurdle[:, None], 0.0)).sum(1)
+        gains: Floats = np.where(gain > 0.0, gain, gain + look)
+        return gains
 
     def _loss(self, view: RequestView) -> float:
-        return self._requests[view.key].loss if view.pending < view.max_draft else math.inf
-
-    def _gain(self, odds: DraftOdds, survival: float, last: int, unseen: int, hurdle: float) -> float:
-        """Tokens that one more draft brings beyond `hurdle`; `unseen` of the pending drafts are not in `survival` yet."""
-        if unseen:
-            two = odds.two_right(last)
-            if unseen > 1:
-                survival *= (two / odds.one_right(last)) ** (unseen - 1)
-            gain = survival * two - hurdle
-        else:
-            gain = survival * odds.accept_next[last] - hurdle
-        if gain > 0.0 or survival <= hurdle:
-            return gain
-        if unseen:
-            survival *= two / odds.one_right(last)
-        ahead = [
-            chance * (survival * both - hurdle)
-            for chance, both in zip(odds.next_bins[last], odds.both_right, strict=True)
-            if survival * both > hurdle
-        ]
-        return gain + sum(ahead)
+        place = self._cycles.place(view.key)
+        return math.inf if place is None or view.pending >= view.max_draft else float(self._cycles.loss[place])
 
     @property
     def price(self) -> float:
         """See `policy.base.Priced`."""
-        prices = [request.price for request in self._requests.values()]
-        return sum(prices) / len(prices) if prices else 0.0
+        taken = self._cycles.taken
+        return float(self._cycles.price[taken].mean()) if taken else 0.0
 
     def observe_cycle(self, outcome: CycleOutcome) -> None:
-        request = self._requests.get(outcome.key)
-        if request is None:
+        place = self._cycles.place(outcome.key)
+        if place is None:
             return  # it has left, or was never asked about
         super().observe_cycle(outcome)
         self._calibration.observe(outcome.key, outcome.confidences, outcome.accepted)
+        cycles = self._cycles
         drafted, tokens, times = outcome.drafted, outcome.accepted + 1.0, 1.0
         if drafted:
-            request.odds = None
-            draft, verify, check = request.costs
-            times = (drafted * draft + check) / verify
+            cycles.has_odds[place] = False
+            times = float((drafted * cycles.draft[place] + cycles.check[place]) / cycles.verify[place])
         self._mean_drafts += (1.0 - PRICE_KEEP) * (drafted - self._mean_drafts)
         self._tokens = BATCH_KEEP * self._tokens + tokens
         self._times = BATCH_KEEP * self._times + times
         self._batch_rate = self._tokens / self._times
-        request.tokens = PRICE_KEEP * request.tokens + tokens
-        request.times = PRICE_KEEP * request.times + times
+        cycles.tokens[place] = PRICE_KEEP * cycles.tokens[place] + tokens
+        cycles.times[place] = PRICE_KEEP * cycles.times[place] + times
 
     def forget(self, key: int) -> None:
         super().forget(key)
         self._calibration.forget(key)
-        self._requests.pop(key, None)
+        self._cycles.forget(key)

@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aspire_llm.errors import UserError
 from aspire_llm.policy.base import StepLoad
 
@@ -65,6 +68,18 @@ class ReadModel:
 
     def verify(self, length: int) -> float:
         return float(length)
+
+    def drafts(self, lengths: NDArray[np.float64], tails: NDArray[np.int64]) -> NDArray[np.float64]:
+        """`draft` of many rows, [R]."""
+        refresh = self.num_refresh_layers / self.num_layers
+        reads: NDArray[np.float64] = np.minimum(self.budget + tails, lengths) * (1.0 - refresh) + lengths * refresh
+        return reads
+
+    def other_passes(self, num_tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """`another_pass` of many rows, [R]."""
+        return np.array([*map(self.another_pass, range(len(self.passes) + 1))])[
+            np.minimum(num_tokens, len(self.passes))
+        ]
 
     def extra_passes(self, num_tokens: int) -> int:
         """Passes of a verification of so many tokens, but the first."""

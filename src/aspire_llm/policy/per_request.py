@@ -15,7 +15,7 @@ PROBE_SHARE = 0.01  # of plain decoding's time may go into finding out whether d
 
 
 class PerRequestPolicy(ABC):
-    """Asks `_wants_draft` of each request; keeps the cost model right; spreads verifications."""
+    """Asks whether each request wants a draft; keeps the cost model right; spreads verifications."""
 
     def __init__(self, cost: CostModel, reads: ReadModel, max_verify_tokens: int | None = None) -> None:
         self._cost = cost
@@ -37,8 +37,9 @@ class PerRequestPolicy(ABC):
             sum([view.length for view in requests]) / max(1, len(requests)),
             self._together,
         )
-        wants_draft = self._wants_draft
-        actions = [DRAFT if view.pending < view.max_draft and wants_draft(view, costs) else VERIFY for view in requests]
+        asked = [view for view in requests if view.pending < view.max_draft]
+        wanted = iter(self._want_drafts(asked, costs) if asked else ())
+        actions = [DRAFT if view.pending < view.max_draft and next(wanted) else VERIFY for view in requests]
         actions = self._bound.apply(requests, self._wait(requests, actions))
         asking = self._asking(requests, actions)
         if asking:
@@ -65,6 +66,10 @@ class PerRequestPolicy(ABC):
         """Seconds lost if a request that wants its drafts verified drafts on instead; infinite where it cannot, or where the
         policy does not know."""
         return math.inf
+
+    def _want_drafts(self, views: Sequence[RequestView], costs: RowCosts) -> Sequence[bool]:
+        """`_wants_draft` of one request at least: for a policy that can answer for all at once."""
+        return [self._wants_draft(view, costs) for view in views]
 
     @abstractmethod
     def _wants_draft(self, view: RequestView, costs: RowCosts) -> bool:

@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aspire_llm.errors import UserError
 from aspire_llm.policy.base import Action, RequestView, StepLoad
 from aspire_llm.policy.cost import CostModel, ReadModel
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 RISE_KEEP, FALL_KEEP = 0.9, 0.99  # of the host's past, each step
 PACE_STEPS = 5  # two odd ones among so many are ignored
@@ -105,15 +111,17 @@ class RowCosts:
         """A verification of no drafts: a plain token."""
         return self._verify + self.per_kv * self.reads.verify(length)
 
-    def of_row(self, length: int, pending: int) -> tuple[float, float, float]:
-        """`draft`, `verify` and `check` at once, for what is asked of every request in every step."""
-        read = self.reads.verify(length)
-        verify = self._verify + self.per_kv * read
-        return self.draft(length, pending), verify, self.stall + self.verify_share + verify + self.per_check * read
-
     def check(self, length: int) -> float:
         """A verification of drafts; its tokens beyond the first are counted with the drafts they check."""
         return self.stall + self.verify_share + self.verify(length) + self.per_check * self.reads.verify(length)
+
+    def of_rows(self, lengths: Floats, pending: Ints) -> tuple[Floats, Floats, Floats]:
+        """`draft`, `verify` and `check` of many rows at once; lengths and pending [R]."""
+        draft = self._draft + self.per_kv * self.reads.drafts(lengths, pending + 1)
+        if self.reads.passes:
+            draft += PASS_SHARE * self.per_kv * lengths * self.reads.other_passes(pending + 2)
+        verify = self._verify + self.per_kv * lengths
+        return draft, verify, self.stall + self.verify_share + verify + self.per_check * lengths
 
 
 class VerifyTogether:
