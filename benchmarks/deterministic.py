@@ -38,7 +38,7 @@ COUNTS = (1, 2, 3, 8, 15, 16, 17, 33, 64, 65, 127, 128, 129, 200, 256, 511, 512,
 LONGEST = 700 if GPU else 9
 TIMED = (1, 16, 64, 128, 512) if GPU else (1, 4)
 REPEATS = 20 if GPU else 1
-CELLS = ((64, 1024), (16, 16384)) if GPU else ((1, 64),)
+CELLS = ((64, 8192), (32, 16384)) if GPU else ((1, 64),)
 TILES = {
     "128x64": Tile(tokens=64), "64x128": Tile(rows=64), "256x128": Tile(rows=256, warps=8),
     "128x128, 128 columns": Tile(columns=128), "128x256": Tile(tokens=256, warps=8),
