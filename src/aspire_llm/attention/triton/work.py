@@ -18,6 +18,7 @@ START_BLOCKS = tl.constexpr(3)  # in blocks: a piece's first loads, one after th
 ADD_BLOCKS = tl.constexpr(2)  # in blocks: the pass that adds pieces up
 MAX_EVEN_PIECES = tl.constexpr(8)
 GAP_BLOCKS = tl.constexpr(8)
+CHUNKS = tl.constexpr(16)  # sizes of dense pieces that are tried
 PIECE_FIELDS = tl.constexpr(16)  # int32 each, 64 bytes: see the stores in `work_kernel`
 
 
@@ -98,17 +99,38 @@ def _even_pieces(tiles, blocks, programs, MIN_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _pieces(blocks, rows, cost, chunk, is_sparse, even, mixed, FIXED_BLOCKS: tl.constexpr):
-    """How many pieces each tile makes, and how many blocks each of them has but the last. Equal rows must not make a little
-    more than whole waves of programs: to the nearest, therefore, and half as many for wide tiles, whose pieces cost more to
-    add up. Sparse rows alone are cut into `even` pieces. Beside dense rows they come last and fill the gaps: cut finer,
-    but not into less than GAP_BLOCKS."""
+def _chunks(dense_blocks, programs, MIN_BLOCKS: tl.constexpr):
+    """[CHUNKS]: sizes of dense pieces, for about 0.6 to 1.9 times as many as run at once."""
+    at_once = tl.maximum(programs // 2, 1).to(tl.float32)
+    wanted = 0.6 * tl.exp2(tl.arange(0, CHUNKS).to(tl.float32) * (1.66 / (CHUNKS - 1))) * at_once
+    return tl.maximum(tl.ceil(dense_blocks.to(tl.float32) / wanted).to(tl.int32), MIN_BLOCKS)
+
+
+@triton.jit
+def _best_chunk(chunks, counts, longest, sparse_pieces, sparse_size, programs):
+    """The size of dense pieces, of which there would be counts [CHUNKS], with which the step ends first. They go in waves;
+    sparse pieces follow, in programs that the last wave leaves idle (where they take a sixth longer), and then by themselves."""
+    at_once = tl.maximum(programs // 2, 1)
+    waves = (counts + at_once - 1) // at_once
+    piece = chunks + START_BLOCKS
+    sparse_piece = sparse_size + START_BLOCKS
+    beside = (waves * at_once - counts) * (piece * 6 // (7 * sparse_piece))
+    left = tl.maximum(sparse_pieces - beside, 0)
+    parts = (longest + chunks - 1) // chunks
+    adding = tl.where(parts > 1, ADD_BLOCKS + parts // 2, 0)
+    needed = waves * piece + (left + at_once - 1) // at_once * sparse_piece + adding
+    best = tl.min(needed, 0)
+    return tl.max(tl.where(needed == best, chunks, 0), 0)
+
+
+@triton.jit
+def _pieces(blocks, cost, chunk, dense_chunk, is_sparse, even, mixed, FIXED_BLOCKS: tl.constexpr):
+    """How many pieces each tile makes, and how many blocks each of them has but the last. Sparse rows alone are cut into
+    `even` pieces. Beside dense rows they come last and fill the gaps: not in pieces of less than GAP_BLOCKS."""
     if FIXED_BLOCKS > 0:
         return (blocks + FIXED_BLOCKS - 1) // FIXED_BLOCKS, blocks * 0 + FIXED_BLOCKS
-    length = blocks * cost
-    k = tl.where(rows > 32, length // (2 * chunk), (2 * length + chunk) // (2 * chunk))
-    finer = tl.minimum((2 * length + chunk - 1) // chunk, blocks // GAP_BLOCKS)
-    k = tl.where(is_sparse, tl.where(mixed, finer, even), k)
+    fine = tl.minimum((blocks * cost + chunk - 1) // chunk, blocks // GAP_BLOCKS)
+    k = tl.where(is_sparse, tl.where(mixed, fine, even), (blocks + dense_chunk - 1) // dense_chunk)
     k = tl.maximum(k, 1)
     size = tl.maximum((blocks + k - 1) // k, 1)
     return (blocks + size - 1) // size, size
@@ -208,20 +230,37 @@ def work_kernel(
 
     most_tiles = tl.max(num_tiles, 0)
     cost = tl.where(is_sparse, LISTED_COST, DENSE_COST)  # of a block
-    row_cost = tl.zeros([BLOCK_R], tl.int32)
+    row_blocks = tl.zeros([BLOCK_R], tl.int32)
+    longest = 0  # blocks of a dense tile
     for j in range(most_tiles):
         _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
-        row_cost += (end + BLOCK_N - 1) // BLOCK_N * cost
-    chunk = tl.maximum((tl.sum(row_cost, 0) + programs - 1) // programs, MIN_BLOCKS * DENSE_COST)
+        blocks = (end + BLOCK_N - 1) // BLOCK_N
+        row_blocks += blocks
+        longest = tl.maximum(longest, tl.max(tl.where(is_sparse, 0, blocks), 0))
+    chunk = tl.maximum((tl.sum(row_blocks * cost, 0) + programs - 1) // programs, MIN_BLOCKS * DENSE_COST)
     sparse_rows = is_sparse & (n > 0)
     mixed = tl.sum((n > 0).to(tl.int32), 0) > tl.sum(sparse_rows.to(tl.int32), 0)
     sparse_blocks = tl.max(tl.where(sparse_rows, (start + n - base0 + BLOCK_N - 1) // BLOCK_N, 0), 0)
     even = _even_pieces(tl.sum(tl.where(sparse_rows, num_tiles, 0), 0), sparse_blocks, programs, MIN_BLOCKS)
+    dense_chunk = 1
+    if FIXED_BLOCKS == 0:
+        chunks = _chunks(tl.sum(tl.where(is_sparse, 0, row_blocks), 0), programs, MIN_BLOCKS)
+        counts = tl.zeros([CHUNKS], tl.int32)
+        sparse_pieces, sparse_size = 0, 1
+        for j in range(most_tiles):
+            _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
+            blocks = (end + BLOCK_N - 1) // BLOCK_N
+            parts = (blocks[:, None] + chunks[None, :] - 1) // chunks[None, :]
+            counts += tl.sum(tl.where(is_sparse[:, None], 0, parts), 0)
+            k, size = _pieces(blocks, cost, chunk, 1, is_sparse, even, mixed, FIXED_BLOCKS)
+            sparse_pieces += tl.sum(tl.where(is_sparse & (blocks > 0), k, 0), 0)
+            sparse_size = tl.maximum(sparse_size, tl.max(tl.where(is_sparse, size, 0), 0))
+        dense_chunk = _best_chunk(chunks, counts, longest, sparse_pieces, sparse_size, programs)
     row_pieces = tl.zeros([BLOCK_R], tl.int32)
     for j in range(most_tiles):
-        _, count, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
+        _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
         blocks = (end + BLOCK_N - 1) // BLOCK_N
-        k, _ = _pieces(blocks, count * GROUP, cost, chunk, is_sparse, even, mixed, FIXED_BLOCKS)
+        k, _ = _pieces(blocks, cost, chunk, dense_chunk, is_sparse, even, mixed, FIXED_BLOCKS)
         row_pieces += k
     # Dense pieces first: the larger ones.
     dense_pieces = tl.where(is_sparse, 0, row_pieces)
@@ -234,7 +273,7 @@ def work_kernel(
             j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N
         )
         blocks = (end + BLOCK_N - 1) // BLOCK_N
-        k, size = _pieces(blocks, count * GROUP, cost, chunk, is_sparse, even, mixed, FIXED_BLOCKS)
+        k, size = _pieces(blocks, cost, chunk, dense_chunk, is_sparse, even, mixed, FIXED_BLOCKS)
         first_here = (first_scored >= offset + first) & (first_scored < offset + first + count)
         last_here = (last_scored >= offset + first) & (last_scored < offset + first + count)
         tile = tiles + (layer * max_tiles + tile0 + j) * 2
