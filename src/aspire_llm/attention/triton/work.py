@@ -100,36 +100,46 @@ def _even_pieces(tiles, blocks, programs, MIN_BLOCKS: tl.constexpr):
 
 @triton.jit
 def _chunks(dense_blocks, programs, MIN_BLOCKS: tl.constexpr):
-    """[CHUNKS]: sizes of dense pieces, for about 0.6 to 1.9 times as many as run at once."""
+    """[CHUNKS]: sizes of dense pieces, for about 0.35 to 1.9 times as many as run at once."""
     at_once = tl.maximum(programs // 2, 1).to(tl.float32)
-    wanted = 0.6 * tl.exp2(tl.arange(0, CHUNKS).to(tl.float32) * (1.66 / (CHUNKS - 1))) * at_once
+    wanted = 0.35 * tl.exp2(tl.arange(0, CHUNKS).to(tl.float32) * (2.44 / (CHUNKS - 1))) * at_once
     return tl.maximum(tl.ceil(dense_blocks.to(tl.float32) / wanted).to(tl.int32), MIN_BLOCKS)
 
 
 @triton.jit
 def _best_chunk(chunks, counts, longest, sparse_pieces, sparse_size, programs):
-    """The size of dense pieces, of which there would be counts [CHUNKS], with which the step ends first. They go in waves;
-    sparse pieces follow, in programs that the last wave leaves idle (where they take a sixth longer), and then by themselves."""
+    """The size of dense pieces, of which there would be counts [CHUNKS], with which the step ends first.
+
+    They go in waves. Programs that the last wave leaves idle take sparse pieces (which last a sixth longer beside dense ones)
+    and then nothing, when those that are left get more of the memory: a block takes three quarters of its time at most. If
+    that is too slow for the sparse pieces, the rest of them follow the dense ones. (Fitted to 28 mixes on an H200.)
+    """
     at_once = tl.maximum(programs // 2, 1)
-    waves = (counts + at_once - 1) // at_once
-    piece = chunks + START_BLOCKS
-    sparse_piece = sparse_size + START_BLOCKS
-    beside = (waves * at_once - counts) * (piece * 6 // (7 * sparse_piece))
-    left = tl.maximum(sparse_pieces - beside, 0)
+    waves = tl.maximum((counts + at_once - 1) // at_once, 1)
     parts = (longest + chunks - 1) // chunks
-    adding = tl.where(parts > 1, ADD_BLOCKS + parts // 2, 0)
-    needed = waves * piece + (left + at_once - 1) // at_once * sparse_piece + adding
+    piece = (longest + parts - 1) // tl.maximum(parts, 1) + START_BLOCKS  # a tile is cut evenly
+    sparse_piece = sparse_size + START_BLOCKS
+    beside = sparse_piece * 7 // 6
+    in_last = counts - (waves - 1) * at_once
+    idle = at_once - in_last
+    rounds = tl.where(idle > 0, (sparse_pieces + idle - 1) // tl.maximum(idle, 1), sparse_pieces)
+    within = rounds * beside  # all sparse pieces done by the idle ones alone
+    after = tl.maximum(sparse_pieces - idle * (piece // beside), 0)
+    follow = piece + (after + at_once - 1) // at_once * sparse_piece
+    alone = within + (piece - within) * tl.maximum(3 * at_once, 4 * in_last) // (4 * at_once)
+    last = tl.where(within <= piece, alone, tl.minimum(follow, within))
+    needed = (waves - 1) * piece + last + tl.where(parts > 1, ADD_BLOCKS + parts // 2, 0)
     best = tl.min(needed, 0)
-    return tl.max(tl.where(needed == best, chunks, 0), 0)
+    return tl.max(tl.where(needed == best, chunks, 0), 0)  # of equals the one with the fewest pieces
 
 
 @triton.jit
-def _pieces(blocks, cost, chunk, dense_chunk, is_sparse, even, mixed, FIXED_BLOCKS: tl.constexpr):
+def _pieces(blocks, cost, sparse_chunk, dense_chunk, is_sparse, even, mixed, FIXED_BLOCKS: tl.constexpr):
     """How many pieces each tile makes, and how many blocks each of them has but the last. Sparse rows alone are cut into
-    `even` pieces. Beside dense rows they come last and fill the gaps: not in pieces of less than GAP_BLOCKS."""
+    `even` pieces. Beside dense rows they come last and fill the gaps: cut finer, but not into less than GAP_BLOCKS."""
     if FIXED_BLOCKS > 0:
         return (blocks + FIXED_BLOCKS - 1) // FIXED_BLOCKS, blocks * 0 + FIXED_BLOCKS
-    fine = tl.minimum((blocks * cost + chunk - 1) // chunk, blocks // GAP_BLOCKS)
+    fine = tl.minimum((blocks * cost + sparse_chunk - 1) // sparse_chunk, blocks // GAP_BLOCKS)
     k = tl.where(is_sparse, tl.where(mixed, fine, even), (blocks + dense_chunk - 1) // dense_chunk)
     k = tl.maximum(k, 1)
     size = tl.maximum((blocks + k - 1) // k, 1)
@@ -237,7 +247,10 @@ def work_kernel(
         blocks = (end + BLOCK_N - 1) // BLOCK_N
         row_blocks += blocks
         longest = tl.maximum(longest, tl.max(tl.where(is_sparse, 0, blocks), 0))
-    chunk = tl.maximum((tl.sum(row_blocks * cost, 0) + programs - 1) // programs, MIN_BLOCKS * DENSE_COST)
+    # Twice as fine as even shares of the whole step, but no more than `programs` of them.
+    share = tl.maximum((tl.sum(row_blocks * cost, 0) + programs - 1) // programs, MIN_BLOCKS * DENSE_COST)
+    sparse_share = (tl.sum(tl.where(is_sparse, row_blocks * cost, 0), 0) + programs - 1) // programs
+    sparse_chunk = tl.maximum((share + 1) // 2, sparse_share)
     sparse_rows = is_sparse & (n > 0)
     mixed = tl.sum((n > 0).to(tl.int32), 0) > tl.sum(sparse_rows.to(tl.int32), 0)
     sparse_blocks = tl.max(tl.where(sparse_rows, (start + n - base0 + BLOCK_N - 1) // BLOCK_N, 0), 0)
@@ -252,7 +265,7 @@ def work_kernel(
             blocks = (end + BLOCK_N - 1) // BLOCK_N
             parts = (blocks[:, None] + chunks[None, :] - 1) // chunks[None, :]
             counts += tl.sum(tl.where(is_sparse[:, None], 0, parts), 0)
-            k, size = _pieces(blocks, cost, chunk, 1, is_sparse, even, mixed, FIXED_BLOCKS)
+            k, size = _pieces(blocks, cost, sparse_chunk, 1, is_sparse, even, mixed, FIXED_BLOCKS)
             sparse_pieces += tl.sum(tl.where(is_sparse & (blocks > 0), k, 0), 0)
             sparse_size = tl.maximum(sparse_size, tl.max(tl.where(is_sparse, size, 0), 0))
         dense_chunk = _best_chunk(chunks, counts, longest, sparse_pieces, sparse_size, programs)
@@ -260,7 +273,7 @@ def work_kernel(
     for j in range(most_tiles):
         _, _, _, end = _tile(j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N)
         blocks = (end + BLOCK_N - 1) // BLOCK_N
-        k, _ = _pieces(blocks, cost, chunk, dense_chunk, is_sparse, even, mixed, FIXED_BLOCKS)
+        k, _ = _pieces(blocks, cost, sparse_chunk, dense_chunk, is_sparse, even, mixed, FIXED_BLOCKS)
         row_pieces += k
     # Dense pieces first: the larger ones.
     dense_pieces = tl.where(is_sparse, 0, row_pieces)
@@ -273,7 +286,7 @@ def work_kernel(
             j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N
         )
         blocks = (end + BLOCK_N - 1) // BLOCK_N
-        k, size = _pieces(blocks, cost, chunk, dense_chunk, is_sparse, even, mixed, FIXED_BLOCKS)
+        k, size = _pieces(blocks, cost, sparse_chunk, dense_chunk, is_sparse, even, mixed, FIXED_BLOCKS)
         first_here = (first_scored >= offset + first) & (first_scored < offset + first + count)
         last_here = (last_scored >= offset + first) & (last_scored < offset + first + count)
         tile = tiles + (layer * max_tiles + tile0 + j) * 2
