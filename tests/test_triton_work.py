@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from aspire_llm.attention.triton.work import PIECE_FIELDS, work_kernel
+from aspire_llm.attention.triton.work import PIECE_FIELDS, token_kernel, work_kernel
 from aspire_llm.request import RowKind
 from exact_interpreter import exact_interpreter  # noqa: F401
 
@@ -15,6 +19,33 @@ pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("exact_interpreter")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK, PROGRAMS = 64, 66  # of an H200, for each of 8 KV heads: half of them run at once
 MOST_TILES, MOST_PIECES = 400, 600
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=16), st.integers(0, 5))
+def test_tokens_know_their_rows(counts: list[int], padding: int) -> None:
+    """Rows of no tokens among them, and as many rows as the kernel has room for."""
+    offsets = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    tokens, size = offsets[-1] + padding, len(counts)
+    rows, row_entries = zeros(tokens), zeros(size, 2)
+    positions, weights = torch.arange(tokens, device=DEVICE), torch.ones(tokens, device=DEVICE)
+    places = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
+    token_kernel[(1,)](
+        ints(*offsets), ints(*range(size)), positions, weights, zeros(size, 64), rows, places, zeros(tokens + 1), row_entries,
+        size, tokens, tokens, 64, PAGE=16, BLOCK_T=16, BLOCK_R=16, STEPS=4,
+    )  # fmt: skip
+    assert rows.tolist() == [row for row, count in enumerate(counts) for _ in range(count)] + [size] * padding
+    assert (places[offsets[-1] :] == -1).all()
+    assert row_entries.tolist() == [[a, b] if a < b else [0, 0] for a, b in pairwise(offsets)]
+
 
 Rows = tuple[int, RowKind, int, int]  # how many, of which kind, at what length, with how many tokens (a draft: its set)
 
@@ -25,12 +56,6 @@ def cut(*groups: Rows, programs: int = PROGRAMS) -> tuple[tuple[int, int], tuple
     drafts = [kind == RowKind.DRAFT for kind, *_ in rows]
     tokens = [1 if draft else n for draft, (_, _, n) in zip(drafts, rows, strict=True)]
     starts = [length - n for (_, length, _), n in zip(rows, tokens, strict=True)]
-
-    def ints(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
 
     offsets, size = [sum(tokens[:i]) for i in range(len(rows) + 1)], len(rows)
     sets = ints(*[n if draft else 0 for draft, (_, _, n) in zip(drafts, rows, strict=True)])

@@ -249,7 +249,7 @@ class TritonBackend:
             batch.row_offsets, batch.slots, batch.positions, batch.score_weights, batch.page_table,
             self.token_row, self.token_place, self.entry_token, self.row_entries,
             num_rows, num_tokens, self.max_entries, batch.page_table.stride(0),
-            PAGE=self.pool.page_size, BLOCK_T=max(16, 8192 // block_r), BLOCK_R=block_r, num_warps=8,
+            PAGE=self.pool.page_size, BLOCK_T=512, BLOCK_R=block_r, STEPS=block_r.bit_length() - 1, num_warps=8,
         )  # fmt: skip
         work_kernel[(len(self.windows),)](
             batch.row_offsets, batch.slots, batch.starts, batch.sparse, self.row_entries, self.entry_token,

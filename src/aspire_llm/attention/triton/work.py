@@ -40,16 +40,21 @@ def token_kernel(
     PAGE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    STEPS: tl.constexpr,  # BLOCK_R is 2 to this power
 ):
     """One program: facts of tokens that no layer changes."""
     r = tl.arange(0, BLOCK_R)
-    ends = tl.load(row_offsets + 1 + r, mask=r < num_rows, other=2147483647)
     total = tl.load(row_offsets + num_rows)
     seen = 0
     for first in range(0, num_tokens, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         inside = t < num_tokens
-        row = tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
+        row = t * 0  # rows that end before the token: found by halves, and one step more where they are all of them
+        for step in tl.static_range(STEPS + 1):
+            half = BLOCK_R >> (step + 1) if step < STEPS else 1
+            at = row + half - 1
+            ended = tl.load(row_offsets + 1 + at, mask=inside & (at < num_rows), other=2147483647) <= t
+            row = tl.where(ended, row + half, row)
         live = inside & (t < total)
         slot = tl.load(slots + row, mask=live, other=0).to(tl.int64)
         position = tl.load(positions + t, mask=live, other=0)
@@ -65,7 +70,8 @@ def token_kernel(
         closes = tl.load(row_offsets + row + 1, mask=live, other=-1) == t + 1
         tl.store(row_entries + row * 2 + 1, tl.minimum(entry + scored.to(tl.int32), max_entries), mask=live & closes)
         seen += tl.sum(scored.to(tl.int32), 0)
-    empty = (r < num_rows) & (tl.load(row_offsets + r, mask=r < num_rows, other=0) == ends)
+    begin = tl.load(row_offsets + r, mask=r < num_rows, other=0)
+    empty = (r < num_rows) & (tl.load(row_offsets + 1 + r, mask=r < num_rows, other=-1) == begin)
     tl.store(row_entries + r * 2, 0, mask=empty)
     tl.store(row_entries + r * 2 + 1, 0, mask=empty)
 
