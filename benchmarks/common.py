@@ -60,7 +60,7 @@ class Report:
             "command": shlex.join(["python", *sys.argv]),
             "machine": environment.machine(),
             "versions": environment.versions(),
-            "commit": environment.commit() or os.environ.get("COMMIT", ""),
+            "commit": os.environ.get("COMMIT") or environment.commit(),
         }
 
     @contextmanager

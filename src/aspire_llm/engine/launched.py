@@ -17,7 +17,8 @@ from aspire_llm.scheduler.plan import RowResult, StepPlan, StepResult
 
 
 class StepClock:
-    """Seconds that a step takes: on the device's own clock where it has one."""
+    """Seconds that a step takes: on the device's own clock where it has one, and then without the host's preparations, which
+    a device that is waiting for them would count as its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._start = time.perf_counter()
@@ -26,6 +27,10 @@ class StepClock:
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             self._events = (begin, end)
+
+    def begin(self) -> None:
+        """The forward is about to be queued."""
+        if self._events is not None:
             self._events[0].record()
 
     def stop(self) -> None:

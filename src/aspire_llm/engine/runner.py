@@ -93,6 +93,7 @@ class Runner:
         inputs = [next(arrays) for _ in step.arrays]
         there = tail.on_device([next(arrays) for _ in tail.arrays])
         self._write(plan, prompts, arrays)
+        clock.begin()
         forwarded = self._forward.run(step, inputs)
         sampled = self._sample(rows, tail, there, forwarded)
         settle(self.state, StepRows(*inputs[:-1]), there.places, sampled)
