@@ -62,7 +62,7 @@ def cut(*groups: Rows, programs: int = PROGRAMS) -> tuple[tuple[int, int], tuple
     pieces, count = zeros(1, MOST_PIECES, PIECE_FIELDS.value), zeros(1)
     work_kernel[(1,)](
         ints(*offsets), ints(*range(size)), ints(*starts), torch.tensor(drafts, device=DEVICE), zeros(size, 2), zeros(1),
-        sets.view(1, -1), ints(*starts), zeros(1), zeros(1), zeros(1), pieces, count, zeros(1, MOST_TILES, 2),
+        sets.view(1, -1), ints(*starts), zeros(1), zeros(1), zeros(1), pieces, count, zeros(1), zeros(1, MOST_TILES, 2),
         zeros(1, size, 2), zeros(1, size), zeros(1, size, 2), zeros(1, size, 8), zeros(1),
         size, size, MOST_PIECES, MOST_TILES, size, programs,
         GROUP=4, BLOCK_N=BLOCK, MAX_PACKED=72, FIXED_BLOCKS=0, MIN_BLOCKS=2, BLOCK_R=triton.next_power_of_2(size),

@@ -202,7 +202,7 @@ class TritonBackend:
         self.token_place = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.row_entries = ints(max_rows, 2)
         self.pieces = ints(layers, max_pieces, int(PIECE_FIELDS.value))
-        self.num_pieces = ints(layers)
+        self.num_pieces, self.most_pieces = ints(layers), ints(layers)
         self.tiles, self.row_tiles = ints(layers, max_tiles, 2), ints(layers, max_rows, 2)
         self.reads, self.score_ends = ints(layers, max_rows), ints(layers, max_rows, 2)
         parts = max_pieces * self.kv_heads
@@ -254,7 +254,7 @@ class TritonBackend:
         work_kernel[(len(self.windows),)](
             batch.row_offsets, batch.slots, batch.starts, batch.sparse, self.row_entries, self.entry_token,
             batch.set_lengths, batch.tail_starts, self.window_table, self.refresh_table, self.score_table,
-            self.pieces, self.num_pieces, self.tiles, self.row_tiles, self.reads, self.score_ends,
+            self.pieces, self.num_pieces, self.most_pieces, self.tiles, self.row_tiles, self.reads, self.score_ends,
             self.score_rows, self.num_scored,
             num_rows, self.max_rows, self.pieces.shape[1], self.tiles.shape[1], batch.set_lengths.stride(0), self.programs,
             GROUP=self.group, BLOCK_N=self.tuning.block_n, MAX_PACKED=self.rows, FIXED_BLOCKS=self.fixed_blocks,
@@ -330,7 +330,7 @@ class TritonBackend:
         few = out.shape[0] * self.kv_heads <= 2 * self.tuning.programs and not self.deterministic
         elements, warps = (8192, 4) if few else (2048, 2)
         combine_kernel[(out.shape[0], self.kv_heads)](
-            self.part_acc, self.part_max, self.part_sum, batch.row_offsets, self.token_row,
+            self.part_acc, self.part_max, self.part_sum, batch.row_offsets, self.token_row, self.most_pieces[layer],
             self.tiles[layer], self.row_tiles[layer], out, self.lse,
             batch.slots.shape[0], self.num_heads, out.stride(0), out.stride(1), self.pool.value_scales[layer],
             KV_HEADS=self.kv_heads, GROUP=self.group, G_PAD=group_pad, D=self.head_dim, D_PAD=dim_pad, ROWS=self.rows,

@@ -9,13 +9,14 @@ import triton.language as tl
 MAXIMA_AT_ONCE = tl.constexpr(32)
 
 
-@triton.jit(do_not_specialize=["row_offsets", "tiles", "row_tiles", "num_rows", "num_heads"])
+@triton.jit(do_not_specialize=["row_offsets", "most_pieces", "tiles", "row_tiles", "num_rows", "num_heads"])
 def combine_kernel(
     part_acc,  # float32 [max pieces * KV heads, ROWS, D]
     part_max,  # float32 [max pieces * KV heads, ROWS]
     part_sum,  # float32 [max pieces * KV heads, ROWS]
     row_offsets,  # int32 [R + 1]
     token_row,  # int32 [T]
+    most_pieces,  # int32 [1] of this layer
     tiles,  # int32 [max tiles, 2] of this layer
     row_tiles,  # int32 [max rows, 2] of this layer
     out,  # out [T, query heads, D]
@@ -38,6 +39,7 @@ def combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     row = tl.load(token_row + token)
+    largest = tl.load(most_pieces)
     g = tl.arange(0, G_PAD)
     d = tl.arange(0, D_PAD)
     head = kv_head * GROUP + g
@@ -45,6 +47,8 @@ def combine_kernel(
     kept = (g < GROUP)[:, None] & (d < D)[None, :]
     if row >= num_rows:  # padding: finite, so that nothing downstream sees garbage
         tl.store(at, tl.zeros([G_PAD, D_PAD], out.dtype.element_ty), mask=kept)
+        return
+    if largest <= 1:  # told early: nothing is to be done after a step of drafts
         return
     first_tile = tl.load(row_tiles + row * 2)
     tile_tokens = tl.load(row_tiles + row * 2 + 1)

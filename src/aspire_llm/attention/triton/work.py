@@ -172,6 +172,7 @@ def work_kernel(
     score,  # int32 [L]: whether dense rows leave scores here
     pieces,  # out int32 [L, max pieces, 16]
     num_pieces,  # out int32 [L]
+    most_pieces,  # out int32 [L]: of any one tile
     tiles,  # out int32 [L, max tiles, 2]: first piece, number of pieces
     row_tiles,  # out int32 [L, max rows, 2]: first tile, tokens a tile
     reads,  # out int32 [L, max rows]: KV tokens the row reads
@@ -287,6 +288,7 @@ def work_kernel(
     before = tl.where(is_sparse, tl.sum(dense_pieces, 0) + tl.cumsum(sparse_pieces, 0), tl.cumsum(dense_pieces, 0))
     piece = before - row_pieces
     tl.store(num_pieces + layer, tl.sum(row_pieces, 0))
+    largest = 0
     for j in range(most_tiles):
         first, count, base, end = _tile(
             j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N
@@ -298,6 +300,7 @@ def work_kernel(
         tile = tiles + (layer * max_tiles + tile0 + j) * 2
         tl.store(tile, piece, mask=count > 0)
         tl.store(tile + 1, k, mask=count > 0)
+        largest = tl.maximum(largest, tl.max(tl.where(count > 0, k, 0), 0))
         for p in range(tl.max(k, 0)):
             mine = (p < k) & (count > 0)
             at = pieces + (layer * max_pieces + piece + p) * PIECE_FIELDS
@@ -317,3 +320,4 @@ def work_kernel(
             tl.store(at + 12, rank, mask=mine)
             tl.store(at + 13, entry1 - entry0, mask=mine)  # scored tokens of the row
         piece += k
+    tl.store(most_pieces + layer, largest)
