@@ -98,6 +98,7 @@ class Launched:
         """results: of the rows that sample, in order."""
         assert self._sampled is not None
         accepted = np.where(self._columns.verifies[self._columns.samples], num_emitted - 1, 0)
+        tokens = tokens[:, : int(num_emitted.max(initial=0))]  # no wider than what came out: most steps are of drafts
         columns = (tokens.tolist(), num_emitted.tolist(), accepted.tolist(), confidence.tolist())
         for result, ids, emitted, held, sure in zip(results, *columns, strict=True):
             result.token_ids = tuple(ids[:emitted])

@@ -7,6 +7,7 @@ on real models: of confidences under 0.3, 70-80 % are accepted; over 0.9, 99.8 %
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,12 +59,17 @@ def bins_of(confidences: Sequence[float]) -> list[int]:
     return [bisect_right(BIN_EDGES, confidence) for confidence in confidences]
 
 
+def stacked(rows: Sequence[array[float]]) -> Floats:
+    """[len(rows), length of each]"""
+    return np.frombuffer(b"".join(rows)).reshape(len(rows), -1)
+
+
 class _RequestRates:
     __slots__ = ("expected", "happened", "rejected", "tried")
 
     def __init__(self, num_bins: int) -> None:
-        self.rejected = [0.0] * num_bins
-        self.tried = [0.0] * num_bins
+        self.rejected = array("d", [0.0]) * num_bins
+        self.tried = array("d", [0.0]) * num_bins
         self.happened = self.expected = TREND_WEIGHT
 
 
@@ -106,10 +112,9 @@ class RejectionRates:
         own = [self._requests.get(key, self._nothing) for key in keys]
         trend = np.array([[request.happened / request.expected] for request in own])
         batch = np.array(self._rejected) / np.array(self._tried)
-        rejected = np.array([request.rejected for request in own]) + REQUEST_WEIGHT * np.minimum(
-            trend * batch, TREND_CAP
-        )
-        rates: Floats = rejected / (np.array([request.tried for request in own]) + REQUEST_WEIGHT)
+        expected = REQUEST_WEIGHT * np.minimum(trend * batch, TREND_CAP)
+        rejected = stacked([request.rejected for request in own]) + expected
+        rates: Floats = rejected / (stacked([request.tried for request in own]) + REQUEST_WEIGHT)
         return rates
 
     def forget(self, key: int) -> None:
@@ -120,7 +125,7 @@ class _Histogram:
     __slots__ = ("counts", "total")
 
     def __init__(self, each: float) -> None:
-        self.counts = [each] * NUM_BINS
+        self.counts = array("d", [each]) * NUM_BINS
         self.total = each * NUM_BINS
 
     def add(self, bins: Sequence[int]) -> None:
@@ -132,7 +137,7 @@ class _Histogram:
 
 def distributions(histograms: Sequence[_Histogram], prior: Floats | float = 0.0, weight: float = 0.0) -> Floats:
     """[len(histograms), NUM_BINS], where the distribution `prior` is worth `weight` drafts."""
-    counts: Floats = np.array([histogram.counts for histogram in histograms]) + weight * prior
+    counts: Floats = stacked([histogram.counts for histogram in histograms]) + weight * prior
     return counts / (np.array([[histogram.total] for histogram in histograms]) + weight)
 
 
@@ -178,9 +183,7 @@ class DraftOdds:
 
     reject: Floats  # [R, NUM_BINS]: this draft is the first that is wrong
     evidence: Floats  # [R, NUM_BINS]: P(bin | an earlier draft was wrong) / P(bin | all right so far)
-    accept_next: (
-        Floats  # [R, NUM_BINS + 1]: the next draft, not made yet, is right if all before it are; START is the last
-    )
+    accept_next: Floats  # [R, NUM_BINS + 1]: the next draft is right if all before it are; START is the last
 
 
 class Calibration:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from aspire_llm.policy.base import CycleOutcome, RequestView
-from aspire_llm.policy.calibration import START, Calibration, bins_of
+from aspire_llm.policy.calibration import BIN_EDGES, START, Calibration
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.cycles import Cycles
 from aspire_llm.policy.per_request import PerRequestPolicy
@@ -78,7 +78,8 @@ class Confidence(PerRequestPolicy):
         while len(rows):
             places = at[rows]
             nth = cycles.seen[places].tolist()
-            bins = np.array(bins_of([views[i].confidences[n] for i, n in zip(rows.tolist(), nth, strict=True)]))
+            new = [views[i].confidences[n] for i, n in zip(rows.tolist(), nth, strict=True)]
+            bins = np.searchsorted(BIN_EDGES, new, side="right")
             before = cycles.survival[places]
             right = before * cycles.right[places, bins]  # Bayes
             wrong = before * cycles.reject[places, bins] + (1.0 - before) * cycles.evidence[places, bins]
@@ -97,11 +98,11 @@ class Confidence(PerRequestPolicy):
         two_right = (bins * both).sum(1)
         turn = two_right / (bins * right).sum(1)  # the next is right, if one not seen yet is
         survival = survival * turn ** np.maximum(unseen - 1, 0)
-        gain = survival * np.where(unseen > 0, two_right, accept_next[np.arange(len(at)), last]) - hurdle
-        ahead = np.where(unseen > 0, survival * turn, survival)
-        look = (bins * np.maximum(ahead[:, None] * both - hurdle[:, None], 0.0)).sum(1)
-        gains: Floats = np.where(gain > 0.0, gain, gain + look)
-        return gains
+        gain: Floats = survival * np.where(unseen > 0, two_right, accept_next[np.arange(len(at)), last]) - hurdle
+        stop = np.flatnonzero(gain <= 0.0)  # unless what comes next may be worth going on for
+        ahead = np.where(unseen > 0, survival * turn, survival)[stop]
+        gain[stop] += (bins[stop] * np.maximum(ahead[:, None] * both[stop] - hurdle[stop, None], 0.0)).sum(1)
+        return gain
 
     def _loss(self, view: RequestView) -> float:
         place = self._cycles.place(view.key)
@@ -123,13 +124,13 @@ class Confidence(PerRequestPolicy):
         drafted, tokens, times = outcome.drafted, outcome.accepted + 1.0, 1.0
         if drafted:
             cycles.has_odds[place] = False
-            times = float((drafted * cycles.draft[place] + cycles.check[place]) / cycles.verify[place])
+            times = (drafted * cycles.draft.item(place) + cycles.check.item(place)) / cycles.verify.item(place)
         self._mean_drafts += (1.0 - PRICE_KEEP) * (drafted - self._mean_drafts)
         self._tokens = BATCH_KEEP * self._tokens + tokens
         self._times = BATCH_KEEP * self._times + times
         self._batch_rate = self._tokens / self._times
-        cycles.tokens[place] = PRICE_KEEP * cycles.tokens[place] + tokens
-        cycles.times[place] = PRICE_KEEP * cycles.times[place] + times
+        cycles.tokens[place] = PRICE_KEEP * cycles.tokens.item(place) + tokens
+        cycles.times[place] = PRICE_KEEP * cycles.times.item(place) + times
 
     def forget(self, key: int) -> None:
         super().forget(key)
