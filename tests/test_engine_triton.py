@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from aspire_llm.config import EngineConfig
+from aspire_llm.engine.build import resolve, widest_graph
 from aspire_llm.engine.graphs import graph_sizes, padded_size
 from aspire_llm.request import SamplingParams
 from tiny import always_draft_to, plain_tokens, prompts_of, requests_for, run, tiny_engine, tiny_model
@@ -46,3 +50,16 @@ def test_every_size_maps_to_a_captured_one() -> None:
             assert tokens <= size < tokens + max(8, tokens / 8 + 1)
         assert padded_size(sizes, sizes[-1] + 1) == sizes[-1] + 1
     assert len(graph_sizes(512)) <= 50
+
+
+@pytest.mark.parametrize(
+    ("method", "max_num_seqs", "widest"),
+    # plain: a token each; vegas: all of them verify six drafts at once, up to a limit; aspire: the bound on verified tokens
+    [("plain", 300, 300),
+     ("vegas", 256, 1792), ("vegas", 32, 512), ("vegas", 500, 2048), ("aspire", 32, 512), ("aspire", 256, 1280)],
+)  # fmt: skip
+def test_the_widest_captured_step_is_that_of_the_policy(method: str, max_num_seqs: int, widest: int) -> None:
+    config = EngineConfig(model="tiny", method=method, max_num_seqs=max_num_seqs, max_model_len=64)
+    made = resolve(config, tiny_model().config, torch.device("cpu"), torch.float32, None)
+    on_gpu = replace(made, max_verify_tokens=max(192, 4 * max_num_seqs))
+    assert widest_graph(max_num_seqs, on_gpu) == widest

@@ -40,6 +40,9 @@ DEFAULT_BUDGET = 512
 DEFAULT_VERIFIED_SHARE = 0.5
 # Or all that a batch drafts and verifies, if that is more; wider steps hold prompt chunks, whose work hides the launches.
 MAX_GRAPH_TOKENS = 512
+MAX_LOCKSTEP_TOKENS = (
+    2048  # of all requests verifying at once; wider steps are long enough to be launched kernel by kernel
+)
 # options that mean nothing beside a policy or selector of the caller's own
 REPLACED = {
     "policy_object": ("policy", "draft_tokens", "max_verify_tokens"),
@@ -375,9 +378,17 @@ def build_forward(
         return EagerForward(decoder, backend, state, contexts)
     from aspire_llm.engine.graphs import GraphForward, graph_sizes
 
-    at_own_pace = config.max_num_seqs + (resolved.max_verify_tokens or 0)
-    widest = min(max(MAX_GRAPH_TOKENS, at_own_pace), config.max_num_seqs * (resolved.limits.max_draft_tokens + 1))
-    return GraphForward(decoder, backend, state, contexts, graph_sizes(widest), scored=selector is not None)
+    sizes = graph_sizes(widest_graph(config.max_num_seqs, resolved))
+    return GraphForward(decoder, backend, state, contexts, sizes, scored=selector is not None)
+
+
+def widest_graph(max_num_seqs: int, resolved: Resolved) -> int:
+    """Tokens of the widest step that is captured: of requests at their own pace, or of all of them verifying at once."""
+    if resolved.policy == "lockstep":
+        tokens = min(MAX_LOCKSTEP_TOKENS, max_num_seqs * (resolved.draft_tokens + 1))
+    else:
+        tokens = max_num_seqs + (resolved.max_verify_tokens or 0)
+    return min(max(MAX_GRAPH_TOKENS, tokens), max_num_seqs * (resolved.limits.max_draft_tokens + 1))
 
 
 def read_model(config: EngineConfig, resolved: Resolved, shape: DecoderConfig, selector: Selector | None) -> ReadModel:
