@@ -6,7 +6,6 @@ import copy
 import os
 from dataclasses import dataclass, replace
 
-import psutil
 import torch
 
 from aspire_llm.attention.reference import ReferenceBackend
@@ -20,6 +19,7 @@ from aspire_llm.engine.calibrate import calibrate, prior_cost
 from aspire_llm.engine.engine import Engine
 from aspire_llm.engine.forward import EagerForward, Forward
 from aspire_llm.engine.kv_scales import calculate_kv_scales
+from aspire_llm.engine.memory import bytes_beside_pages, choose_num_pages, gib
 from aspire_llm.engine.numerics import check_shared_cache, choose_decoder, choose_kv_dtype, uses_triton
 from aspire_llm.engine.runner import Runner
 from aspire_llm.engine.slots import SlotState
@@ -35,7 +35,6 @@ from aspire_llm.sampling.sampler import Sampler
 from aspire_llm.sampling.structured import Grammars
 from aspire_llm.scheduler.scheduler import Limits, Scheduler
 
-CPU_CACHE_SHARE = 0.4  # of the free memory, when kv_cache_memory is not given
 DEFAULT_BUDGET = 512
 DEFAULT_VERIFIED_SHARE = 0.5
 # Or all that a batch drafts and verifies, if that is more; wider steps hold prompt chunks, whose work hides the launches.
@@ -149,11 +148,32 @@ def resolve(
     page_size = config.block_size
     kv_dtype = choose_kv_dtype(config, dtype, device)
     page_bytes = model.kv_bytes_per_token(kv_dtype) * page_size
+    tokens = config.max_num_batched_tokens or (512 if device.type == "cpu" else 2048)
+    policy = config.policy or preset.policy
+    draft_tokens = min(config.draft_tokens or preset.draft_tokens, max_draft)
+    max_verify_tokens = config.max_verify_tokens or default_verify_tokens(config.max_num_seqs, device)
+    drafting = drafting_context(config, profile)
+    limits = Limits(
+        config.max_num_seqs, tokens, max_model_len, max_draft, min_last_chunk=32 if context == "snapkv" else 1
+    )
     if cache is not None:
         check_shared_cache(config, kv_dtype, cache.pool, cache.deterministic)
         num_pages = cache.pages.num_pages
     else:
-        num_pages = choose_num_pages(config, page_bytes, -(-max_model_len // page_size), device)
+        beside = 0
+        if device.type == "cuda":
+            decoded = most_decoded(limits, policy, draft_tokens, max_verify_tokens)
+            beside = bytes_beside_pages(
+                model,
+                limits,
+                config,
+                device,
+                dtype,
+                budget=drafting.budget,
+                decoded_tokens=decoded,
+                captured_tokens=decoded,
+            )
+        num_pages = choose_num_pages(config, page_bytes, -(-max_model_len // page_size), device, beside)
     if num_pages * page_size < max_model_len:
         if config.max_model_len is not None or num_pages < 1:
             raise UserError(
@@ -163,16 +183,11 @@ def resolve(
                 "max_model_len",
             )
         max_model_len = num_pages * page_size
-    tokens = config.max_num_batched_tokens or (512 if device.type == "cpu" else 2048)
-    policy = config.policy or preset.policy
+        limits = replace(limits, max_model_len=max_model_len)
     takes, _ = POLICY_SETTINGS.get(policy, (frozenset(), frozenset()))
     for option, setting in (("draft_tokens", "draft_length"), ("max_verify_tokens", "max_verify_tokens")):
         if getattr(config, option) is not None and policy in POLICY_SETTINGS and setting not in takes:
             raise UserError(f"{option}={getattr(config, option)} does nothing with policy {policy!r}", option)
-    drafting = drafting_context(config, profile)
-    limits = Limits(
-        config.max_num_seqs, tokens, max_model_len, max_draft, min_last_chunk=32 if context == "snapkv" else 1
-    )
     return Resolved(
         device=device,
         dtype=dtype,
@@ -182,8 +197,8 @@ def resolve(
         limits=limits,
         context=context,
         policy=policy,
-        draft_tokens=min(config.draft_tokens or preset.draft_tokens, max_draft),
-        max_verify_tokens=config.max_verify_tokens or default_verify_tokens(config.max_num_seqs, device),
+        draft_tokens=draft_tokens,
+        max_verify_tokens=max_verify_tokens,
         budget=drafting.budget,
         refresh_layers=drafting.refresh_layers,
         verified_share=drafting.verified_share,
@@ -202,36 +217,6 @@ def drafting_context(config: EngineConfig, profile: Profile | None) -> DraftingC
         refresh_layers=config.refresh_layers or (profile.refresh_layers if profile else None),
         verified_share=profile.verified_share if profile else DEFAULT_VERIFIED_SHARE,
     )
-
-
-def choose_num_pages(config: EngineConfig, page_bytes: int, pages_per_request: int, device: torch.device) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        available = max(0, int(free - total * (1 - config.gpu_memory_utilization)))
-        share, option = 1.0, "gpu_memory_utilization"
-    else:
-        available, share, option = psutil.virtual_memory().available, CPU_CACHE_SHARE, "kv_cache_memory"
-    if config.kv_cache_memory is not None:
-        if config.kv_cache_memory > available:
-            raise UserError(
-                f"kv_cache_memory={config.kv_cache_memory} needs {gib(config.kv_cache_memory)} and {gib(available)} are free; "
-                "lower kv_cache_memory",
-                "kv_cache_memory",
-            )
-        if config.kv_cache_memory < page_bytes:
-            raise UserError(
-                f"kv_cache_memory={config.kv_cache_memory} is less than one page of {page_bytes} bytes; "
-                "raise it or lower block_size",
-                "kv_cache_memory",
-            )
-        return config.kv_cache_memory // page_bytes
-    wanted = config.max_num_seqs * pages_per_request
-    affordable = int(available * share) // page_bytes
-    if affordable < 1:
-        raise UserError(
-            f"a page of KV cache needs {gib(page_bytes)} and {gib(available)} are free; lower block_size", option
-        )
-    return min(wanted, affordable)
 
 
 def build_engine(
@@ -391,6 +376,17 @@ def widest_graph(max_num_seqs: int, resolved: Resolved) -> int:
     return min(max(MAX_GRAPH_TOKENS, tokens), max_num_seqs * (resolved.limits.max_draft_tokens + 1))
 
 
+def most_decoded(limits: Limits, policy: str, draft_tokens: int, max_verify_tokens: int | None) -> int:
+    """Most tokens of a step in drafts and verifications: all of them have logits."""
+    requests, per_request = limits.max_num_seqs, limits.max_draft_tokens + 1
+    takes, _ = POLICY_SETTINGS.get(policy, (frozenset(), frozenset()))
+    if policy == "lockstep":
+        per_request = min(per_request, draft_tokens + 1)
+    elif max_verify_tokens is not None and "max_verify_tokens" in takes:
+        return min(requests * per_request, requests + max_verify_tokens)
+    return requests * per_request
+
+
 def read_model(config: EngineConfig, resolved: Resolved, shape: DecoderConfig, selector: Selector | None) -> ReadModel:
     """What rows read, as policies count it: of the engine's selector, budget and attention backend."""
     passes: tuple[int, ...] = ()
@@ -445,7 +441,3 @@ def make_cache(config: EngineConfig, model: LoadedModel, resolved: Resolved) -> 
         ) from None
     pages = PageAllocator(resolved.num_pages, config.block_size, config.enable_prefix_caching)
     return Cache(pages, pool, config.deterministic)
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
