@@ -23,6 +23,7 @@ from aspire_llm.engine.memory import bytes_beside_pages, choose_num_pages, gib
 from aspire_llm.engine.numerics import check_shared_cache, choose_decoder, choose_kv_dtype, uses_triton
 from aspire_llm.engine.runner import Runner
 from aspire_llm.engine.slots import SlotState
+from aspire_llm.engine.startup import measure_ceilings, startup_report
 from aspire_llm.errors import UserError
 from aspire_llm.models.config import DecoderConfig
 from aspire_llm.models.decoder import Decoder
@@ -94,6 +95,7 @@ class Resolved:
 class Built:
     engine: Engine
     cache: Cache
+    startup: tuple[str, ...] = ()  # what is worth saying: see `startup_report`
 
 
 def choose_device(name: str) -> torch.device:
@@ -284,19 +286,25 @@ def build_engine(
     if policy is not None:
         return Built(Engine(Scheduler(resolved.limits, cache.pages, policy), runner, late=late), cache)
     takes, _ = POLICY_SETTINGS.get(resolved.policy, (frozenset(), frozenset()))
-    cost = (
-        starting_cost(config, resolved, runner, cache, cost) if resolved.policy in PRICED else prior(decoder, resolved)
-    )
+    startup: tuple[str, ...] = ()
+    weighs = resolved.policy in PRICED
+    if weighs and cost is not None:
+        cost_model = copy.deepcopy(cost)  # each engine keeps its own right
+    else:
+        fitted = measured_cost(resolved, runner, cache) if weighs and config.calibrate else None
+        cost_model = fitted if fitted is not None else prior(decoder, resolved)
+        if fitted is not None:
+            startup = startup_report(fitted, decoder, cache.pool, measure_ceilings(cache.pool, resolved.dtype))
     policy = make_policy(
         resolved.policy,
-        cost,
+        cost_model,
         read_model(config, resolved, shape, selector),
         draft_length=resolved.draft_tokens if "draft_length" in takes else None,
         max_verify_tokens=resolved.max_verify_tokens if "max_verify_tokens" in takes else None,
         truth=truth,
     )
-    shown = cost if resolved.policy in PRICED else None
-    return Built(Engine(Scheduler(resolved.limits, cache.pages, policy), runner, late=late, cost=shown), cache)
+    shown = cost_model if weighs else None
+    return Built(Engine(Scheduler(resolved.limits, cache.pages, policy), runner, late=late, cost=shown), cache, startup)
 
 
 def refuse_replaced(config: EngineConfig, policy: Policy | None, selector_factory: SelectorFactory | None) -> None:
@@ -399,17 +407,10 @@ def read_model(config: EngineConfig, resolved: Resolved, shape: DecoderConfig, s
     return ReadModel(resolved.budget, shape.num_layers, len(selector.refresh_layers) if selector else 0, passes=passes)
 
 
-def starting_cost(
-    config: EngineConfig, resolved: Resolved, runner: Runner, cache: Cache, given: CostModel | None
-) -> CostModel:
-    """Another engine's coefficients, or those of a calibration, or (without either) those of an ordinary machine."""
-    if given is not None:
-        return copy.deepcopy(given)  # each engine keeps its own right
-    fitted = None
-    if config.calibrate:
-        free_tokens = (0.0,) if resolved.device.type == "cpu" else (0.0, 64.0, 128.0)
-        fitted = calibrate(runner, cache.pool, cache.pages, resolved.limits, free_tokens)
-    return fitted if fitted is not None else prior(runner.decoder, resolved)
+def measured_cost(resolved: Resolved, runner: Runner, cache: Cache) -> CostModel | None:
+    """By a calibration; None where there is no room for one."""
+    free_tokens = (0.0,) if resolved.device.type == "cpu" else (0.0, 64.0, 128.0)
+    return calibrate(runner, cache.pool, cache.pages, resolved.limits, free_tokens)
 
 
 def prior(decoder: Decoder, resolved: Resolved) -> CostModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,6 +22,8 @@ from aspire_llm.policy.hindsight import Truth
 from aspire_llm.request import Request, RequestOutput, SamplingParams
 
 OnStep = Callable[[Step], None]
+
+logger = logging.getLogger("aspire_llm.engine")
 
 
 class LLM:
@@ -66,6 +69,8 @@ class LLM:
             truth=truth,
         )
         self.engine: Engine = built.engine
+        for line in built.startup:
+            logger.info(line)
         self.cache: Cache = built.cache  # to hand to another LLM of the same model while this one is idle
         selector = self.engine.runner.selector
         self.metrics = EngineMetrics(
