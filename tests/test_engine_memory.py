@@ -27,9 +27,7 @@ def beside(shape: DecoderConfig, limits: Limits, method: str = "aspire", decoded
     config = EngineConfig(
         model="tiny", method=method, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len
     )
-    return bytes_beside_pages(
-        shape, limits, config, CPU, torch.bfloat16, budget=512, decoded_tokens=decoded, captured_tokens=decoded
-    )
+    return bytes_beside_pages(shape, limits, config, CPU, torch.bfloat16, 512, decoded, graph_tokens=decoded)
 
 
 def test_buffers_without_memory_are_as_large_as_those_with() -> None:

@@ -9,13 +9,20 @@ import torch
 
 from aspire_llm import LLM
 from aspire_llm.cache.pool import KVPool
-from aspire_llm.engine.startup import Ceilings, measure_ceilings, shown, startup_report, step_parameters
+from aspire_llm.engine.startup import (
+    LEAST_READ_BYTES,
+    Ceilings,
+    measure_ceilings,
+    shown,
+    startup_report,
+    step_parameters,
+)
 from aspire_llm.policy.cost import CostModel
 from tiny import tiny_model
 
 
-def pool_of(model: object, device: str = "cpu") -> KVPool:
-    return KVPool(2, 2, 8, 4, 16, torch.bfloat16, torch.device(device))
+def pool_of(num_pages: int = 4) -> KVPool:
+    return KVPool(2, 2, 8, num_pages, 16, torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -33,15 +40,15 @@ def test_terms_stand_beside_what_the_device_can_do() -> None:
     ceilings = Ceilings(read_bytes_per_s=4e12, operations_per_s=8e14)
     floor, kv_floor = 4 * weights / 4e12, kv_bytes / 4e12
     cost = CostModel(2.0 * floor, 1e-6, 1.25 * kv_floor, per_check=1.25 * kv_floor, verify_step=1e-3)
-    calibrated, roofline, reached = startup_report(cost, model.decoder, pool_of(model), ceilings)
+    calibrated, roofline, reached = startup_report(cost, model.decoder, pool_of(), ceilings)
     assert f"{1e9 * cost.fixed:.3g} ns a step" in calibrated
     assert "1 us a token" in calibrated
     assert "1 ms where drafts are verified" in calibrated
     assert "reads 4 TB/s, products 800 TFLOP/s" in roofline
     assert f"{1e9 * floor:.3g} ns for" in roofline
     assert "50% of that reading weights, 80% reading K and V, 40% in verifications" in reached
-    assert startup_report(cost, model.decoder, pool_of(model), None) == (calibrated,)
-    unknown = startup_report(CostModel(0.0, 1e-6, 1e-9), model.decoder, pool_of(model), ceilings)
+    assert startup_report(cost, model.decoder, pool_of(), None) == (calibrated,)
+    unknown = startup_report(CostModel(0.0, 1e-6, 1e-9), model.decoder, pool_of(), ceilings)
     assert "not known" in unknown[2]
 
 
@@ -50,7 +57,9 @@ def test_seconds_are_shown_in_their_unit() -> None:
 
 
 def test_no_ceilings_are_measured_of_a_cpu() -> None:
-    assert measure_ceilings(pool_of(None), torch.float32) is None
+    large = pool_of(num_pages=1 << 19)  # never written, so it takes no memory
+    assert sum(layer.nbytes for layer in large.k) > LEAST_READ_BYTES
+    assert measure_ceilings(large, torch.float32) is None
 
 
 def test_a_drafting_engine_says_what_it_measured(caplog: pytest.LogCaptureFixture) -> None:

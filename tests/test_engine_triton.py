@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from aspire_llm.config import EngineConfig
-from aspire_llm.engine.build import resolve, widest_graph
+from aspire_llm.engine.build import most_decoded, resolve, widest_graph
 from aspire_llm.engine.graphs import graph_sizes, padded_size
 from aspire_llm.request import SamplingParams
 from tiny import always_draft_to, plain_tokens, prompts_of, requests_for, run, tiny_engine, tiny_model
@@ -61,5 +59,6 @@ def test_every_size_maps_to_a_captured_one() -> None:
 def test_the_widest_captured_step_is_that_of_the_policy(method: str, max_num_seqs: int, widest: int) -> None:
     config = EngineConfig(model="tiny", method=method, max_num_seqs=max_num_seqs, max_model_len=64)
     made = resolve(config, tiny_model().config, torch.device("cpu"), torch.float32, None)
-    on_gpu = replace(made, max_verify_tokens=max(192, 4 * max_num_seqs))
-    assert widest_graph(max_num_seqs, on_gpu) == widest
+    bound = max(192, 4 * max_num_seqs)  # a GPU's
+    decoded = most_decoded(made.limits, made.policy, made.draft_tokens, bound)
+    assert widest_graph(made.limits, decoded) == widest

@@ -20,7 +20,7 @@ from aspire_llm.engine.engine import Engine
 from aspire_llm.engine.forward import EagerForward, Forward
 from aspire_llm.engine.kv_scales import calculate_kv_scales
 from aspire_llm.engine.memory import bytes_beside_pages, choose_num_pages, gib
-from aspire_llm.engine.numerics import check_shared_cache, choose_decoder, choose_kv_dtype, uses_triton
+from aspire_llm.engine.numerics import check_shared_cache, choose_decoder, choose_kv_dtype, require_triton, uses_triton
 from aspire_llm.engine.runner import Runner
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.engine.startup import measure_ceilings, startup_report
@@ -38,11 +38,9 @@ from aspire_llm.scheduler.scheduler import Limits, Scheduler
 
 DEFAULT_BUDGET = 512
 DEFAULT_VERIFIED_SHARE = 0.5
-# Or all that a batch drafts and verifies, if that is more; wider steps hold prompt chunks, whose work hides the launches.
-MAX_GRAPH_TOKENS = 512
-MAX_LOCKSTEP_TOKENS = (
-    2048  # of all requests verifying at once; wider steps are long enough to be launched kernel by kernel
-)
+# A step is captured up to as many tokens as a batch drafts and verifies at once; at least LEAST_, so that small batches have
+# graphs for bits of prompts, at most MOST_GRAPH_TOKENS: wider steps are long enough to be launched kernel by kernel.
+LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 512, 2048
 # options that mean nothing beside a policy or selector of the caller's own
 REPLACED = {
     "policy_object": ("policy", "draft_tokens", "max_verify_tokens"),
@@ -86,6 +84,7 @@ class Resolved:
     policy: str
     draft_tokens: int
     max_verify_tokens: int | None
+    graph_tokens: int  # of the widest captured step
     budget: int
     refresh_layers: tuple[int, ...] | None
     verified_share: float
@@ -158,23 +157,15 @@ def resolve(
     limits = Limits(
         config.max_num_seqs, tokens, max_model_len, max_draft, min_last_chunk=32 if context == "snapkv" else 1
     )
+    decoded = most_decoded(limits, policy, draft_tokens, max_verify_tokens)
+    graph_tokens = widest_graph(limits, decoded)
     if cache is not None:
         check_shared_cache(config, kv_dtype, cache.pool, cache.deterministic)
         num_pages = cache.pages.num_pages
     else:
         beside = 0
-        if device.type == "cuda":
-            decoded = most_decoded(limits, policy, draft_tokens, max_verify_tokens)
-            beside = bytes_beside_pages(
-                model,
-                limits,
-                config,
-                device,
-                dtype,
-                budget=drafting.budget,
-                decoded_tokens=decoded,
-                captured_tokens=decoded,
-            )
+        if device.type == "cuda" and uses_triton(config, device):
+            beside = bytes_beside_pages(model, limits, config, device, dtype, drafting.budget, decoded, graph_tokens)
         num_pages = choose_num_pages(config, page_bytes, -(-max_model_len // page_size), device, beside)
     if num_pages * page_size < max_model_len:
         if config.max_model_len is not None or num_pages < 1:
@@ -201,6 +192,7 @@ def resolve(
         policy=policy,
         draft_tokens=draft_tokens,
         max_verify_tokens=max_verify_tokens,
+        graph_tokens=graph_tokens,
         budget=drafting.budget,
         refresh_layers=drafting.refresh_layers,
         verified_share=drafting.verified_share,
@@ -347,10 +339,9 @@ def build_forward(
         raise UserError(
             "attention_backend='triton' on the CPU works only under TRITON_INTERPRET=1", "attention_backend"
         )
-    try:
-        from aspire_llm.attention.triton.backend import TritonBackend
-    except ImportError:
-        raise UserError("attention_backend='triton' needs the package triton", "attention_backend") from None
+    require_triton()
+    from aspire_llm.attention.triton.backend import TritonBackend
+
     rows = config.max_num_seqs + 1
     backend = TritonBackend(
         pool,
@@ -371,17 +362,14 @@ def build_forward(
         return EagerForward(decoder, backend, state, contexts)
     from aspire_llm.engine.graphs import GraphForward, graph_sizes
 
-    sizes = graph_sizes(widest_graph(config.max_num_seqs, resolved))
+    sizes = graph_sizes(resolved.graph_tokens)
     return GraphForward(decoder, backend, state, contexts, sizes, scored=selector is not None)
 
 
-def widest_graph(max_num_seqs: int, resolved: Resolved) -> int:
-    """Tokens of the widest step that is captured: of requests at their own pace, or of all of them verifying at once."""
-    if resolved.policy == "lockstep":
-        tokens = min(MAX_LOCKSTEP_TOKENS, max_num_seqs * (resolved.draft_tokens + 1))
-    else:
-        tokens = max_num_seqs + (resolved.max_verify_tokens or 0)
-    return min(max(MAX_GRAPH_TOKENS, tokens), max_num_seqs * (resolved.limits.max_draft_tokens + 1))
+def widest_graph(limits: Limits, decoded_tokens: int) -> int:
+    """Tokens of the widest step that is captured. decoded_tokens: see `most_decoded`."""
+    wanted = max(LEAST_GRAPH_TOKENS, min(decoded_tokens, MOST_GRAPH_TOKENS))
+    return min(wanted, limits.max_num_seqs * (limits.max_draft_tokens + 1))
 
 
 def most_decoded(limits: Limits, policy: str, draft_tokens: int, max_verify_tokens: int | None) -> int:

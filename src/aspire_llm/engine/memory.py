@@ -9,6 +9,7 @@ from torch import Tensor
 from aspire_llm.cache.pool import KVPool
 from aspire_llm.config import EngineConfig
 from aspire_llm.context.state import ContextState
+from aspire_llm.engine.numerics import require_triton
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.errors import UserError
 from aspire_llm.models.config import DecoderConfig
@@ -61,16 +62,17 @@ def bytes_beside_pages(
     config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
-    *,
     budget: int,
     decoded_tokens: int,
-    captured_tokens: int,
+    graph_tokens: int,
 ) -> int:
-    """What the engine allocates beside weights and pages, so that its widest step fits: permanent buffers (exactly, from their
-    shapes), then activations of that step and of the graphs, and logits.
+    """Bytes that the engine allocates beside weights and pages, so that its widest step fits: permanent buffers (exactly, from
+    their shapes), then activations of that step and of the graphs, and logits.
 
-    decoded_tokens: most tokens of a step that get logits. captured_tokens: of the widest graph.
+    budget: positions of a context set. decoded_tokens: most tokens of a step that get logits. graph_tokens: of the widest
+    captured step. UserError where Triton, whose buffers these are, is not there.
     """
+    require_triton()
     from aspire_llm.attention.triton.backend import TritonBackend, Tuning
 
     scored = [layer for layer, window in enumerate(shape.windows) if window is None] if config.drafts else []
@@ -95,7 +97,7 @@ def bytes_beside_pages(
     heads = 2 * (shape.num_heads + shape.num_kv_heads)  # queries, keys and values, and what attention makes of them
     # the residual and its norm, each before and after; gate and up, and their product
     width = 4 * shape.hidden_size + heads * shape.head_dim + 3 * shape.intermediate_size
-    activations = (limits.widest_step + captured_tokens) * width * dtype.itemsize
+    activations = (limits.widest_step + graph_tokens) * width * dtype.itemsize
     logits = decoded_tokens * shape.vocab_size * (dtype.itemsize + LOGIT_BYTES)
     return permanent + activations + logits + LIBRARY_BYTES
 

@@ -12,6 +12,14 @@ from aspire_llm.models.decoder import Decoder
 FP8_CAPABILITY = (8, 9)  # of NVIDIA GPUs: the first that convert to and from e4m3
 
 
+def require_triton() -> None:
+    """UserError where the kernels cannot be imported."""
+    try:
+        import aspire_llm.attention.triton.backend  # noqa: F401
+    except ImportError:
+        raise UserError("attention_backend='triton' needs the package triton", "attention_backend") from None
+
+
 def uses_triton(config: EngineConfig, device: torch.device) -> bool:
     """Whether attention runs on the Triton kernels rather than on the reference in torch."""
     return config.attention_backend == "triton" or (config.attention_backend == "auto" and device.type == "cuda")

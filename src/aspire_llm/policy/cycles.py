@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aspire_llm.policy.calibration import NUM_BINS, START, DraftOdds
 from aspire_llm.policy.rows import Floats, Ints
@@ -18,31 +17,26 @@ class Cycles:
     """One place a request, in columns [places] or [places, bins]: its cycle under way, its tokens a second, and at what it was
     last asked."""
 
-    has_odds: NDArray[np.bool_]  # False: a verification's outcome has made them out of date
-    right: Floats  # [·, NUM_BINS]: see `DraftOdds`; 1 - reject
-    reject: Floats  # [·, NUM_BINS]
-    evidence: Floats  # [·, NUM_BINS]
-    accept_next: Floats  # [·, NUM_BINS + 1]
-    seen: Ints  # pending drafts whose confidences are in `survival`
-    survival: Floats  # P(these are all right)
-    last: Ints  # bin of the last of them
-    tokens: Floats  # tokens in the time of `times` plain tokens, smoothed over cycles
-    times: Floats
-    draft: Floats  # seconds of a draft, of a plain verification and of one of drafts
-    verify: Floats
-    check: Floats
-    price: Floats
-    loss: Floats  # seconds that one more draft would lose
-
     def __init__(self) -> None:
         self._places: dict[int, int] = {}  # by key
         self._free = list(range(FIRST_PLACES))
-        for name, kind in type(self).__annotations__.items():
-            width = {"accept_next": (NUM_BINS + 1,)}.get(
-                name, (NUM_BINS,) if name in ("right", "reject", "evidence") else ()
-            )
-            dtype = {"Floats": np.float64, "Ints": np.int64}.get(kind, np.bool_)
-            setattr(self, name, np.zeros((FIRST_PLACES, *width), dtype=dtype))
+
+        def floats(*bins: int) -> Floats:
+            return np.zeros((FIRST_PLACES, *bins))
+
+        def ints() -> Ints:
+            return np.zeros(FIRST_PLACES, dtype=np.int64)
+
+        self.has_odds = np.zeros(FIRST_PLACES, dtype=bool)  # False: a verification's outcome has made them out of date
+        self.right, self.reject, self.evidence = floats(NUM_BINS), floats(NUM_BINS), floats(NUM_BINS)  # see `DraftOdds`
+        self.accept_next = floats(NUM_BINS + 1)
+        self.seen = ints()  # pending drafts whose confidences are in `survival`
+        self.survival = floats()  # P(these are all right)
+        self.last = ints()  # bin of the last of them
+        self.tokens, self.times = floats(), floats()  # tokens in the time of so many plain ones, smoothed over cycles
+        self.draft, self.verify, self.check = floats(), floats(), floats()  # seconds, see `RowCosts`
+        self.price = floats()  # tokens a second
+        self.loss = floats()  # seconds that one more draft would lose
 
     def places(self, keys: Iterable[int]) -> Ints:
         """[R]; a request that is new takes a place."""
@@ -78,9 +72,9 @@ class Cycles:
         if not self._free:
             size = len(self.seen)
             self._free = list(range(size, 2 * size))
-            for name in type(self).__annotations__:
-                column = getattr(self, name)
-                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+            for name, column in vars(self).items():
+                if isinstance(column, np.ndarray):
+                    setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
         place = self._places[key] = self._free.pop()
         self.has_odds[place] = False
         self.tokens[place] = self.times[place] = 0.0
