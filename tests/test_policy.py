@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aspire_llm.errors import UserError
 from aspire_llm.policy.acceptance import SmoothedRate, expected_tokens
 from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, StepLoad
-from aspire_llm.policy.calibration import Calibration, bin_of
+from aspire_llm.policy.calibration import Calibration, bins_of
 from aspire_llm.policy.confidence import Confidence
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
@@ -114,6 +114,10 @@ def test_smoothed_rate_is_unbiased_whatever_the_draft_length(drafted: int) -> No
             right += 1
         estimate.observe(drafted, right)
     assert estimate.value == pytest.approx(0.9, abs=0.015)
+
+
+def bin_of(confidence: float) -> int:
+    return bins_of([confidence])[0]
 
 
 def test_calibration_learns_each_requests_own_map() -> None:

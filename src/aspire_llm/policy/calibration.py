@@ -50,12 +50,8 @@ TEMPER = (
 )
 
 
-def bin_of(confidence: float) -> int:
-    """The bin of a top-1 probability in [0, 1]."""
-    return bisect_right(BIN_EDGES, confidence)
-
-
 def bins_of(confidences: Sequence[float]) -> list[int]:
+    """The bin of each top-1 probability in [0, 1]."""
     return [bisect_right(BIN_EDGES, confidence) for confidence in confidences]
 
 
