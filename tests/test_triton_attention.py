@@ -264,3 +264,22 @@ def test_refusals():
     many = make_scene([RowSpec(PREFILL, 0, 9, weights=(1.0,) * 9)], num_heads=2, kv_heads=1, dim=DIM, device=DEVICE)
     with pytest.raises(UserError, match="9 scored tokens"):
         backend(many, score_layers=[0], max_scored_tokens=8).plan(many.batch)
+
+
+class Multiprocessors:
+    multi_processor_count = 132
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("hip", [None, "6.2"])
+def test_registers_leave_room_for_the_programs_that_work_is_cut_for(
+    head_dim: int, hip: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Multiprocessors())
+    monkeypatch.setattr(torch.version, "hip", hip)
+    tuning = Tuning.default(head_dim, torch.device("cuda"))
+    at_once = tuning.programs // 2 // Multiprocessors.multi_processor_count
+    given = tuning.launch_options.get("maxnreg", 255)
+    assert at_once == (3 if head_dim == 64 and hip is None else 2)
+    assert at_once * 32 * tuning.warps * given <= 65536
+    assert ("maxnreg" in tuning.launch_options) == (given < 255)
