@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import mean, pstdev
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from aspire_llm.policy.confidence import Confidence
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
 from aspire_llm.policy.per_request import PerRequestPolicy
-from aspire_llm.policy.rows import RowCosts
+from aspire_llm.policy.rows import Ints, RowCosts
 from aspire_llm.policy.simulator import Replay, SimulatedCost, Simulation
 from aspire_llm.policy.trace import shipped_traces
 
@@ -117,35 +118,39 @@ def test_smoothed_rate_is_unbiased_whatever_the_draft_length(drafted: int) -> No
 
 
 def bin_of(confidence: float) -> int:
-    return bins_of([confidence])[0]
+    return int(bins_of([confidence])[0])
+
+
+def at(*places: int) -> Ints:
+    return np.array(places)
 
 
 def test_calibration_learns_each_requests_own_map() -> None:
-    rng, calibration = random.Random(0), Calibration()
+    rng, calibration = random.Random(0), Calibration(4)
     true = {1: {0.25: 0.9, 0.85: 0.99}, 2: {0.25: 0.3, 0.85: 0.8}}
     for _ in range(600):
         for key, rates in true.items():
             confidences = [rng.choice((0.25, 0.85)) for _ in range(12)]
             accepted = next((i for i, c in enumerate(confidences) if rng.random() >= rates[c]), 12)
-            calibration.observe(key, confidences, accepted)
+            calibration.observe(at(key), [confidences], at(accepted))
     for key, rates in true.items():
-        odds = calibration.odds([key])
+        odds = calibration.odds(at(key))
         for confidence, rate in rates.items():
             assert 1.0 - odds.reject[0, bin_of(confidence)] == pytest.approx(rate, abs=0.08)
         assert odds.accept_next[0, bin_of(0.85)] == pytest.approx(mean(rates.values()), abs=0.08)
-    fresh = calibration.odds([3])  # the batch is the prior of a newcomer
+    fresh = calibration.odds(at(3))  # the batch is the prior of a newcomer
     assert true[2][0.25] < 1.0 - fresh.reject[0, bin_of(0.25)] < true[1][0.25]
-    calibration.forget(1)
-    both = calibration.odds([1, 3])
+    calibration.begin(1)
+    both = calibration.odds(at(1, 3))
     for of in (both.reject, both.evidence, both.accept_next):
         assert (of[0] == of[1]).all()
 
 
 def test_calibration_counts_nothing_after_the_first_rejection_as_a_draft_that_was_tried() -> None:
-    calibration = Calibration()
-    before = calibration.odds([9]).reject[0]
-    calibration.observe(1, [0.95, 0.25, 0.55, 0.55, 0.55], accepted=1)
-    after = calibration.odds([9]).reject[0]
+    calibration = Calibration(2)
+    before = calibration.odds(at(1)).reject[0]
+    calibration.observe(at(0), [[0.95, 0.25, 0.55, 0.55, 0.55]], at(1))
+    after = calibration.odds(at(1)).reject[0]
     assert after[bin_of(0.55)] == before[bin_of(0.55)]
     assert after[bin_of(0.25)] > before[bin_of(0.25)]
     assert after[bin_of(0.95)] < before[bin_of(0.95)]
@@ -462,6 +467,8 @@ def test_forgetting_leaves_nothing_behind(name: str) -> None:
     for key in range(50):
         policy.forget(key)
         policy.observe_cycle(CycleOutcome(key, 3, 1, (0.9, 0.5, 0.4)))  # a result that was still in flight
+    policy.decide([RequestView(50, LENGTH, 0, (), 16)], NO_LOAD)  # until then, what the last step told may be kept
+    policy.forget(50)
     assert size(policy) == empty
 
 

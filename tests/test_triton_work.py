@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.kernel, pytest.mark.usefixtures("exact_interpreter")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK, PROGRAMS = 64, 66  # of an H200, for each of 8 KV heads: half of them run at once
-MOST_TILES, MOST_PIECES = 400, 600
+MOST_PIECES = 600
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -35,15 +35,16 @@ def test_tokens_know_their_rows(counts: list[int], padding: int) -> None:
     """Rows of no tokens among them, and as many rows as the kernel has room for."""
     offsets = [sum(counts[:i]) for i in range(len(counts) + 1)]
     tokens, size = offsets[-1] + padding, len(counts)
-    rows, row_entries = zeros(tokens), zeros(size, 2)
+    row_entries = zeros(size, 2)
+    pages = torch.arange(size, dtype=torch.int32, device=DEVICE)[:, None].repeat(1, 64)  # every row has one of its own
     positions, weights = torch.arange(tokens, device=DEVICE), torch.ones(tokens, device=DEVICE)
     places = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
     token_kernel[(1,)](
-        ints(*offsets), ints(*range(size)), positions, weights, zeros(size, 64), rows, places, zeros(tokens + 1), row_entries,
+        ints(*offsets), ints(*range(size)), positions, weights, pages, places, zeros(tokens + 1), row_entries,
         size, tokens, tokens, 64, PAGE=16, BLOCK_T=16, BLOCK_R=16, STEPS=4,
     )  # fmt: skip
-    assert rows.tolist() == [row for row, count in enumerate(counts) for _ in range(count)] + [size] * padding
-    assert (places[offsets[-1] :] == -1).all()
+    at = [row * 16 + t % 16 for row, (a, b) in enumerate(pairwise(offsets)) for t in range(a, b)]
+    assert places.tolist() == at + [-1] * padding
     assert row_entries.tolist() == [[a, b] if a < b else [0, 0] for a, b in pairwise(offsets)]
 
 
@@ -62,9 +63,8 @@ def cut(*groups: Rows, programs: int = PROGRAMS) -> tuple[tuple[int, int], tuple
     pieces, count = zeros(1, MOST_PIECES, PIECE_FIELDS.value), zeros(1)
     work_kernel[(1,)](
         ints(*offsets), ints(*range(size)), ints(*starts), torch.tensor(drafts, device=DEVICE), zeros(size, 2), zeros(1),
-        sets.view(1, -1), ints(*starts), zeros(1), zeros(1), zeros(1), pieces, count, zeros(1), zeros(1, MOST_TILES, 2),
-        zeros(1, size, 2), zeros(1, size), zeros(1, size, 2), zeros(1, size, 8), zeros(1),
-        size, size, MOST_PIECES, MOST_TILES, size, programs,
+        sets.view(1, -1), ints(*starts), zeros(1), zeros(1), zeros(1), pieces, count,
+        zeros(1, size), zeros(1, size, 2), zeros(1, size, 8), zeros(1), size, size, MOST_PIECES, size, programs,
         GROUP=4, BLOCK_N=BLOCK, MAX_PACKED=72, FIXED_BLOCKS=0, MIN_BLOCKS=2, BLOCK_R=triton.next_power_of_2(size),
     )  # fmt: skip
     made = pieces[0, : int(count[0])].cpu()
@@ -105,4 +105,4 @@ def test_short_rows_are_not_cut_where_others_are_long() -> None:
 @pytest.mark.parametrize("verifications", [1, 3, 16])
 def test_never_more_than_there_is_room_for(programs: int, verifications: int) -> None:
     (dense, _), (sparse, _) = cut(*mixed(verifications, 9), (4, RowKind.DRAFT, 16384, 4000), programs=programs)
-    assert dense + sparse <= 36 + 2 * programs  # `TritonBackend.bounds`
+    assert dense + sparse <= 36 + 2 * programs  # `TritonBackend.most_pieces`

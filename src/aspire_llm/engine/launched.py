@@ -77,9 +77,7 @@ class Launched:
         seconds = self._clock.wait()
         reads, *sampled = (tensor.numpy() for tensor in self._fetched)
         by_kind, checked = self._reads(reads)
-        results = [RowResult(row.slot, row.epoch) for row in self._plan.rows]
-        if sampled:
-            self._add_sampled([results[i] for i in np.flatnonzero(self._columns.samples).tolist()], *sampled)
+        results = self._results(*sampled) if sampled else [RowResult(row.slot, row.epoch) for row in self._plan.rows]
         for i, logprobs in self._prompts.items():
             results[i].prompt_logprobs = tuple(logprobs)
         return StepResult(tuple(results), seconds, by_kind, self._num_layers, checked)
@@ -92,22 +90,36 @@ class Launched:
         by_kind = {kind: int(reads[chosen].sum()) for kind, chosen in kinds if chosen.any()}
         return by_kind, int(reads[rows.verifies & (rows.counts > 1)].sum())
 
-    def _add_sampled(
-        self, results: Sequence[RowResult], tokens: Ints, num_emitted: Ints, confidence: NDArray[np.float32]
-    ) -> None:
-        """results: of the rows that sample, in order."""
+    def _results(self, tokens: Ints, num_emitted: Ints, confidence: NDArray[np.float32]) -> list[RowResult]:
+        """Of all rows, from what those that sample gave, in their order."""
         assert self._sampled is not None
-        accepted = np.where(self._columns.verifies[self._columns.samples], num_emitted - 1, 0)
-        tokens = tokens[:, : int(num_emitted.max(initial=0))]  # no wider than what came out: most steps are of drafts
-        columns = (tokens.tolist(), num_emitted.tolist(), accepted.tolist(), confidence.tolist())
-        for result, ids, emitted, held, sure in zip(results, *columns, strict=True):
-            result.token_ids = tuple(ids[:emitted])
-            result.num_accepted = held
-            result.confidence = sure
+        samples = self._columns.samples
+        accepted = np.where(self._columns.verifies[samples], num_emitted - 1, 0)
+        given = zip(emitted_tokens(tokens, num_emitted), accepted.tolist(), confidence.tolist(), strict=True)
+        if samples.all():
+            rows = self._plan.rows
+            results = [RowResult(row.slot, row.epoch, *of_row) for row, of_row in zip(rows, given, strict=True)]
+            sampling = results
+        else:
+            results = [RowResult(row.slot, row.epoch) for row in self._plan.rows]
+            sampling = [results[i] for i in np.flatnonzero(samples).tolist()]
+            for result, (ids, held, sure) in zip(sampling, given, strict=True):
+                result.token_ids, result.num_accepted, result.confidence = ids, held, sure
         for i, logprobs in self._sampled.logprobs.items():
-            results[i].logprobs = tuple(logprobs)
+            sampling[i].logprobs = tuple(logprobs)
         for i, error in self._sampled.errors.items():
-            results[i].error = error
+            sampling[i].error = error
+        return results
+
+
+def emitted_tokens(tokens: Ints, num_emitted: Ints) -> list[tuple[int, ...]]:
+    """The first num_emitted [R] of each row of tokens [R, widest]."""
+    width = int(num_emitted.max(initial=0))
+    if width == 1 and num_emitted.all():  # most steps are of drafts
+        return list(zip(tokens[:, 0].tolist()))
+    flat = tokens[:, :width][np.arange(width) < num_emitted[:, None]].tolist()
+    ends = np.cumsum(num_emitted).tolist()
+    return [tuple(flat[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def fetch(tensor: Tensor) -> Tensor:

@@ -7,15 +7,17 @@ on real models: of confidences under 0.3, 70-80 % are accepted; over 0.9, 99.8 %
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_right
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 # Upper edges of the bins: even in the middle, finer near 1, where most drafts lie and the rejection rate still falls.
 BIN_EDGES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.999)
@@ -42,7 +44,6 @@ REQUEST_WEIGHT = 10.0  # drafts a bin that the batch is worth to a request
 REQUEST_KEEP = 0.99  # of a request's counts in a bin, each draft in that bin: it remembers about 100
 TREND_WEIGHT = 2.0  # expected rejections that a request's trend starts from
 TREND_KEEP = 0.95  # of the trend, each draft: it remembers about 20
-TREND_PULL = (1.0 - TREND_KEEP) * TREND_WEIGHT  # what each draft puts back of the start
 TREND_CAP = 0.95  # no draft is held for surely wrong
 LIKELIHOOD_WEIGHT = 20.0  # drafts that the batch's distribution of bins is worth to a request
 TEMPER = (
@@ -50,127 +51,141 @@ TEMPER = (
 )
 
 
-def bins_of(confidences: Sequence[float]) -> list[int]:
+def bins_of(confidences: ArrayLike) -> Ints:
     """The bin of each top-1 probability in [0, 1]."""
-    return [bisect_right(BIN_EDGES, confidence) for confidence in confidences]
+    bins: Ints = np.searchsorted(BIN_EDGES, confidences, side="right")
+    return bins
 
 
-def stacked(rows: Sequence[array[float]]) -> Floats:
-    """[len(rows), length of each]"""
-    return np.frombuffer(b"".join(rows)).reshape(len(rows), -1)
+def binned(parts: Sequence[Sequence[float]]) -> Ints:
+    """Bins of the top-1 probabilities in all parts, one after the other."""
+    return bins_of(np.array(list(chain.from_iterable(parts))))
 
 
-class _RequestRates:
-    __slots__ = ("expected", "happened", "rejected", "tried")
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The drafts of C verified cycles that were tried, N in all: those accepted, and the one that was not."""
 
-    def __init__(self, num_bins: int) -> None:
-        self.rejected = array("d", [0.0]) * num_bins
-        self.tried = array("d", [0.0]) * num_bins
-        self.happened = self.expected = TREND_WEIGHT
+    places: Ints  # [C]: of their requests, different ones
+    lengths: Ints  # [C]: drafts of each
+    rejected: Bools  # [C]: whether the last one was
+    cycle: Ints  # [N]: of each draft, from 0
+    decay: Floats  # [C]: of a trend, by all drafts of the cycle
+    since: Floats  # [N]: of a trend, by the cycle's drafts after this one
+    last: Ints  # [number rejected]: these drafts
+
+    @staticmethod
+    def of(places: Ints, lengths: Ints, rejected: Bools) -> Tried:
+        ends = np.cumsum(lengths)
+        cycle = np.repeat(np.arange(len(lengths)), lengths)
+        since = powers(TREND_KEEP, ends[cycle] - 1 - np.arange(len(cycle)))
+        return Tried(places, lengths, rejected, cycle, powers(TREND_KEEP, lengths), since, ends[rejected] - 1)
+
+    def counts(self, bins: Ints, num_bins: int) -> Ints:
+        """[C, num_bins] of bins [N]"""
+        return counted(self.cycle, bins, len(self.places), num_bins)
+
+
+def powers(base: float, exponents: Ints) -> Floats:
+    """(Much quicker than numpy's own power.)"""
+    result: Floats = np.exp(math.log(base) * exponents)
+    return result
+
+
+def counted(rows: Ints, bins: Ints, num_rows: int, num_bins: int) -> Ints:
+    """How often each pair of a row and a bin [N] comes, [num_rows, num_bins]."""
+    counts: Ints = np.bincount(rows * num_bins + bins, minlength=num_rows * num_bins).reshape(num_rows, num_bins)
+    return counts
 
 
 class RejectionRates:
     """P(a draft is rejected | its bin, all before it accepted), of each request.
 
     batch rate h_b = rejected / tried; trend θ = rejections that happened / that the batch's rates expected, over the
-    request's last 20 or so drafts; the request's rate is (rejected_rb + w · θ h_b) / (tried_rb + w).
+    request's last 20 or so drafts; the request's rate is (rejected_rb + w · θ h_b) / (tried_rb + w). Requests are named by
+    their places, as in `Calibration`.
     """
 
-    def __init__(self, prior: Sequence[float]) -> None:
-        self._rejected = [rate * BATCH_WEIGHT for rate in prior]
-        self._tried = [BATCH_WEIGHT] * len(prior)
-        self._requests: dict[int, _RequestRates] = {}
-        self._nothing = _RequestRates(len(prior))  # of a request without drafts
+    def __init__(self, prior: Sequence[float], num_places: int) -> None:
+        self._batch_rejected = np.array(prior) * BATCH_WEIGHT
+        self._batch_tried = np.full(len(prior), BATCH_WEIGHT)
+        self._rejected, self._tried = np.zeros((num_places, len(prior))), np.zeros((num_places, len(prior)))
+        self._happened, self._expected = np.full(num_places, TREND_WEIGHT), np.full(num_places, TREND_WEIGHT)
 
-    def observe(self, key: int, bins: Sequence[int], last_rejected: bool) -> None:
-        """The drafts of a cycle that were tried, by bin: all accepted, but for the last one where it was rejected."""
-        if not bins:
-            return
-        own = self._requests.get(key)
-        if own is None:
-            own = self._requests[key] = _RequestRates(len(self._tried))
-        batch_rejected, batch_tried, rejected, tried = self._rejected, self._tried, own.rejected, own.tried
-        happened, expected = own.happened, own.expected
-        for bin in bins:
-            rejected[bin] *= REQUEST_KEEP
-            tried[bin] = REQUEST_KEEP * tried[bin] + 1.0
-            happened = TREND_KEEP * happened + TREND_PULL
-            expected = TREND_KEEP * expected + TREND_PULL + batch_rejected[bin] / batch_tried[bin]
-            batch_tried[bin] += 1.0
-        if last_rejected:
-            rejected[bins[-1]] += 1.0
-            batch_rejected[bins[-1]] += 1.0
-            happened += 1.0
-        own.happened, own.expected = happened, expected
+    def observe(self, tried: Tried, bins: Ints) -> Ints:
+        """bins [N]: of the tried drafts. Returns how many of each bin a cycle had, [C, bins]. (n drafts decay what was before
+        them by keep^n; the batch's rates are those before all of them.)"""
+        rates = self._batch_rejected / self._batch_tried
+        places, counts = tried.places, tried.counts(bins, len(rates))
+        kept = powers(REQUEST_KEEP, counts)
+        self._tried[places] = kept * self._tried[places] + (1.0 - kept) / (1.0 - REQUEST_KEEP)
+        self._rejected[places] *= kept
+        start = (1.0 - tried.decay) * TREND_WEIGHT
+        expected = np.bincount(tried.cycle, tried.since * rates[bins], len(places))
+        self._expected[places] = tried.decay * self._expected[places] + start + expected
+        self._happened[places] = tried.decay * self._happened[places] + start + tried.rejected
+        last = bins[tried.last]
+        self._rejected[places[tried.rejected], last] += 1.0
+        self._batch_tried += counts.sum(0)
+        self._batch_rejected += np.bincount(last, minlength=len(rates))
+        return counts
 
-    def rates(self, keys: Sequence[int]) -> Floats:
+    def rates(self, places: Ints) -> Floats:
         """[R, bins]"""
-        own = [self._requests.get(key, self._nothing) for key in keys]
-        trend = np.array([[request.happened / request.expected] for request in own])
-        batch = np.array(self._rejected) / np.array(self._tried)
-        expected = REQUEST_WEIGHT * np.minimum(trend * batch, TREND_CAP)
-        rejected = stacked([request.rejected for request in own]) + expected
-        rates: Floats = rejected / (stacked([request.tried for request in own]) + REQUEST_WEIGHT)
+        trend = (self._happened[places] / self._expected[places])[:, None]
+        prior = REQUEST_WEIGHT * np.minimum(trend * (self._batch_rejected / self._batch_tried), TREND_CAP)
+        rates: Floats = (self._rejected[places] + prior) / (self._tried[places] + REQUEST_WEIGHT)
         return rates
 
-    def forget(self, key: int) -> None:
-        self._requests.pop(key, None)
+    def begin(self, place: int) -> None:
+        self._rejected[place] = self._tried[place] = 0.0
+        self._happened[place] = self._expected[place] = TREND_WEIGHT
+
+    def grow(self) -> None:
+        self._rejected, self._tried = doubled(self._rejected), doubled(self._tried)
+        self._happened, self._expected = doubled(self._happened), doubled(self._expected)
 
 
-class _Histogram:
-    __slots__ = ("counts", "total")
-
-    def __init__(self, each: float) -> None:
-        self.counts = array("d", [each]) * NUM_BINS
-        self.total = each * NUM_BINS
-
-    def add(self, bins: Sequence[int]) -> None:
-        counts = self.counts
-        for bin in bins:
-            counts[bin] += 1.0
-        self.total += len(bins)
+def doubled(column: Floats) -> Floats:
+    """With as many places more, of any values."""
+    return np.concatenate([column, column])
 
 
-def distributions(histograms: Sequence[_Histogram], prior: Floats | float = 0.0, weight: float = 0.0) -> Floats:
-    """[len(histograms), NUM_BINS], where the distribution `prior` is worth `weight` drafts."""
-    counts: Floats = stacked([histogram.counts for histogram in histograms]) + weight * prior
-    return counts / (np.array([[histogram.total] for histogram in histograms]) + weight)
+def distributions(counts: Floats, prior: Floats | float = 0.0, weight: float = 0.0) -> Floats:
+    """counts [R, bins] as distributions, where the distribution `prior` is worth `weight` drafts."""
+    shares: Floats = (counts + weight * prior) / (counts.sum(-1, keepdims=True) + weight)
+    return shares
 
 
 class WrongTurnEvidence:
     """P(bin | an earlier draft was wrong) / P(bin | all right so far): drafts after a wrong one stay in the batch's
     verification, and their confidences tell how unsure a model is that has left the true path."""
 
-    def __init__(self) -> None:
-        self._right, self._wrong = _Histogram(1.0), _Histogram(1.0)
-        self._requests: dict[int, tuple[_Histogram, _Histogram]] = {}
-        self._nothing = _Histogram(0.0), _Histogram(0.0)  # of a request without drafts
+    def __init__(self, num_places: int) -> None:
+        self._batch_right, self._batch_wrong = np.ones(NUM_BINS), np.ones(NUM_BINS)
+        self._right, self._wrong = np.zeros((num_places, NUM_BINS)), np.zeros((num_places, NUM_BINS))
 
-    def observe(self, key: int, right: Sequence[int], wrong: Sequence[int]) -> None:
-        """Bins of a cycle's drafts before the first wrong one, and of those after it."""
-        if not right and not wrong:
-            return
-        own = self._requests.get(key)
-        if own is None:
-            own = self._requests[key] = _Histogram(0.0), _Histogram(0.0)
-        if right:
-            self._right.add(right)
-            own[0].add(right)
-        if wrong:
-            self._wrong.add(wrong)
-            own[1].add(wrong)
+    def observe(self, places: Ints, right: Ints, wrong: Ints | None) -> None:
+        """Bins of C cycles' drafts before the first wrong one of each, and of those after it: counts [C, NUM_BINS], None where
+        there are none. places [C]: different ones."""
+        self._right[places] += right
+        self._batch_right += right.sum(0)
+        if wrong is not None:
+            self._wrong[places] += wrong
+            self._batch_wrong += wrong.sum(0)
 
-    def ratios(self, keys: Sequence[int]) -> Floats:
+    def ratios(self, places: Ints) -> Floats:
         """[R, NUM_BINS], tempered"""
-        own = [self._requests.get(key, self._nothing) for key in keys]
-        batch = distributions((self._right, self._wrong))
-        right = distributions([request[0] for request in own], batch[0], LIKELIHOOD_WEIGHT)
-        wrong = distributions([request[1] for request in own], batch[1], LIKELIHOOD_WEIGHT)
+        right = distributions(self._right[places], distributions(self._batch_right), LIKELIHOOD_WEIGHT)
+        wrong = distributions(self._wrong[places], distributions(self._batch_wrong), LIKELIHOOD_WEIGHT)
         ratios: Floats = (wrong / right) ** TEMPER
         return ratios
 
-    def forget(self, key: int) -> None:
-        self._requests.pop(key, None)
+    def begin(self, place: int) -> None:
+        self._right[place] = self._wrong[place] = 0.0
+
+    def grow(self) -> None:
+        self._right, self._wrong = doubled(self._right), doubled(self._wrong)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,18 +198,18 @@ class DraftOdds:
 
 
 class Calibration:
-    """The three maps of a batch and its requests, and what follows what. A request's odds hold for a cycle: until its next
-    one is observed."""
+    """The three maps of a batch and its requests, and what follows what. Requests are named by places, from 0 on: whoever gives
+    a place to a request says so by `begin`. A request's odds hold for a cycle: until its next one is observed."""
 
-    def __init__(self) -> None:
-        self._rejection = RejectionRates(PRIOR_REJECTION)
-        self._next = RejectionRates([PRIOR_NEXT_REJECTION] * (NUM_BINS + 1))
-        self._evidence = WrongTurnEvidence()
-        self._follows = [_Histogram(0.5) for _ in range(NUM_BINS + 1)]
+    def __init__(self, num_places: int = 1) -> None:
+        self._rejection = RejectionRates(PRIOR_REJECTION, num_places)
+        self._next = RejectionRates([PRIOR_NEXT_REJECTION] * (NUM_BINS + 1), num_places)
+        self._evidence = WrongTurnEvidence(num_places)
+        self._follows = np.full((NUM_BINS + 1, NUM_BINS), 0.5)
         self._next_bins: Floats | None = None
 
-    def odds(self, keys: Sequence[int]) -> DraftOdds:
-        return DraftOdds(self._rejection.rates(keys), self._evidence.ratios(keys), 1.0 - self._next.rates(keys))
+    def odds(self, places: Ints) -> DraftOdds:
+        return DraftOdds(self._rejection.rates(places), self._evidence.ratios(places), 1.0 - self._next.rates(places))
 
     @property
     def next_bins(self) -> Floats:
@@ -203,22 +218,41 @@ class Calibration:
             self._next_bins = distributions(self._follows)
         return self._next_bins
 
-    def observe(self, key: int, confidences: Sequence[float], accepted: int) -> None:
-        """A verified cycle: confidences of its drafts, of which `accepted` were right."""
-        bins = bins_of(confidences)
-        tried = bins[: accepted + 1]
-        before = [START, *bins][: len(tried)]
-        rejected = accepted < len(bins)
-        self._rejection.observe(key, tried, rejected)
-        self._next.observe(key, before, rejected)
-        self._evidence.observe(key, bins[:accepted], bins[accepted + 1 :])
-        for last, bin in zip(before, tried, strict=True):
-            follows = self._follows[last]
-            follows.counts[bin] += 1.0
-            follows.total += 1.0
+    def observe(self, places: Ints, confidences: Sequence[Sequence[float]], accepted: Ints) -> None:
+        """C verified cycles: confidences of the drafts of each, of which accepted [C] were right. places [C]: different ones."""
+        ends = (accepted + 1).tolist()  # of those tried
+        parts = [of_cycle[:end] for of_cycle, end in zip(confidences, ends, strict=True)]
+        lengths = np.array([len(part) for part in parts])
+        bins = binned(parts)
+        before = np.full(len(bins) + 1, START)
+        before[1:] = bins
+        before[np.cumsum(lengths) - lengths] = START
+        before = before[:-1]
+        tried = Tried.of(places, lengths, accepted < lengths)
+        right = self._rejection.observe(tried, bins)
+        right[tried.rejected, bins[tried.last]] -= 1
+        self._next.observe(tried, before)
+        self._evidence.observe(places, right, self._wrong(confidences, ends))
+        self._follows += counted(before, bins, NUM_BINS + 1, NUM_BINS)
         self._next_bins = None
 
-    def forget(self, key: int) -> None:
-        self._rejection.forget(key)
-        self._next.forget(key)
-        self._evidence.forget(key)
+    @staticmethod
+    def _wrong(confidences: Sequence[Sequence[float]], ends: Sequence[int]) -> Ints | None:
+        """[C, NUM_BINS]: drafts of each cycle from its `ends`-th on; None where there are none."""
+        parts = [of_cycle[end:] for of_cycle, end in zip(confidences, ends, strict=True)]
+        lengths = [len(part) for part in parts]
+        return (
+            counted(np.repeat(np.arange(len(parts)), lengths), binned(parts), len(parts), NUM_BINS)
+            if any(lengths)
+            else None
+        )
+
+    def begin(self, place: int) -> None:
+        """The place is another request's from now on."""
+        for part in (self._rejection, self._next, self._evidence):
+            part.begin(place)
+
+    def grow(self) -> None:
+        """There are twice as many places."""
+        for part in (self._rejection, self._next, self._evidence):
+            part.grow()

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from aspire_llm.policy.base import CycleOutcome, RequestView
-from aspire_llm.policy.calibration import BIN_EDGES, START, Calibration
+from aspire_llm.policy.calibration import START, bins_of
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.cycles import Cycles
 from aspire_llm.policy.per_request import PerRequestPolicy
@@ -38,8 +38,11 @@ class Confidence(PerRequestPolicy):
 
     def __init__(self, cost: CostModel, reads: ReadModel, max_verify_tokens: int | None = None) -> None:
         super().__init__(cost, reads, max_verify_tokens)
-        self._calibration = Calibration()
         self._cycles = Cycles()
+        self._outcomes: dict[
+            int, CycleOutcome
+        ] = {}  # by place: not learned from yet, which is done for all of a step at once
+        self._vacant: list[int] = []  # places of requests that have left, once their outcomes are learned from
         self._tokens = self._times = self._batch_rate = 0.0  # of the batch, as of a request
         self._mean_drafts = PRIOR_DRAFTS  # of the batch's cycles
 
@@ -47,6 +50,7 @@ class Confidence(PerRequestPolicy):
         return self._want_drafts([view], costs)[0]
 
     def _want_drafts(self, views: Sequence[RequestView], costs: RowCosts) -> list[bool]:
+        self._learn()
         cycles = self._cycles
         at = cycles.places([view.key for view in views])
         pending = np.array([view.pending for view in views])
@@ -71,7 +75,7 @@ class Confidence(PerRequestPolicy):
         cycles = self._cycles
         outdated = np.flatnonzero(~cycles.has_odds[at])
         if len(outdated):
-            cycles.set_odds(at[outdated], self._calibration.odds([views[i].key for i in outdated.tolist()]))
+            cycles.set_odds(at[outdated])
             cycles.begin(at[outdated])
         cycles.begin(at[known < cycles.seen[at]])  # verified, the outcome still to come; or preempted
         rows = np.flatnonzero(known > cycles.seen[at])
@@ -79,7 +83,7 @@ class Confidence(PerRequestPolicy):
             places = at[rows]
             nth = cycles.seen[places].tolist()
             new = [views[i].confidences[n] for i, n in zip(rows.tolist(), nth, strict=True)]
-            bins = np.searchsorted(BIN_EDGES, new, side="right")
+            bins = bins_of(new)
             before = cycles.survival[places]
             right = before * cycles.right[places, bins]  # Bayes
             wrong = before * cycles.reject[places, bins] + (1.0 - before) * cycles.evidence[places, bins]
@@ -92,7 +96,7 @@ class Confidence(PerRequestPolicy):
         """[R]: tokens that one more draft brings beyond `hurdle`; `unseen` of the pending drafts are not in `survival` yet."""
         cycles = self._cycles
         last, survival = cycles.last[at], cycles.survival[at]
-        bins = self._calibration.next_bins[last]  # [R, NUM_BINS]: of the draft to come after the last seen one
+        bins = cycles.calibration.next_bins[last]  # [R, NUM_BINS]: of the draft to come after the last seen one
         right, accept_next = cycles.right[at], cycles.accept_next[at]
         both = right * accept_next[:, :START]  # a draft is right, and the one after it too
         two_right = (bins * both).sum(1)
@@ -119,20 +123,41 @@ class Confidence(PerRequestPolicy):
         if place is None:
             return  # it has left, or was never asked about
         super().observe_cycle(outcome)
-        self._calibration.observe(outcome.key, outcome.confidences, outcome.accepted)
-        cycles = self._cycles
-        drafted, tokens, times = outcome.drafted, outcome.accepted + 1.0, 1.0
-        if drafted:
-            cycles.has_odds[place] = False
-            times = (drafted * cycles.draft.item(place) + cycles.check.item(place)) / cycles.verify.item(place)
-        self._mean_drafts += (1.0 - PRICE_KEEP) * (drafted - self._mean_drafts)
-        self._tokens = BATCH_KEEP * self._tokens + tokens
-        self._times = BATCH_KEEP * self._times + times
-        self._batch_rate = self._tokens / self._times
-        cycles.tokens[place] = PRICE_KEEP * cycles.tokens.item(place) + tokens
-        cycles.times[place] = PRICE_KEEP * cycles.times.item(place) + times
+        if place in self._outcomes:
+            self._learn()
+        self._outcomes[place] = outcome
+
+    def _learn(self) -> None:
+        """From the outcomes since the last step was planned, at most one of each request."""
+        if self._outcomes:
+            cycles, outcomes = self._cycles, list(self._outcomes.values())
+            at = np.fromiter(self._outcomes, np.int64, len(outcomes))
+            drafted = np.array([outcome.drafted for outcome in outcomes])
+            accepted = np.array([outcome.accepted for outcome in outcomes])
+            cycles.calibration.observe(at, [outcome.confidences for outcome in outcomes], accepted)
+            cycles.has_odds[at[drafted > 0]] = False
+            taken = (drafted * cycles.draft[at] + cycles.check[at]) / cycles.verify[at]
+            tokens, times = accepted + 1.0, np.where(drafted > 0, taken, 1.0)
+            cycles.tokens[at] = PRICE_KEEP * cycles.tokens[at] + tokens
+            cycles.times[at] = PRICE_KEEP * cycles.times[at] + times
+            self._tokens = decayed(self._tokens, tokens, BATCH_KEEP)
+            self._times = decayed(self._times, times, BATCH_KEEP)
+            self._batch_rate = self._tokens / self._times
+            self._mean_drafts = decayed(self._mean_drafts, (1.0 - PRICE_KEEP) * drafted, PRICE_KEEP)
+            self._outcomes.clear()
+        self._cycles.free(self._vacant)
+        self._vacant.clear()
 
     def forget(self, key: int) -> None:
         super().forget(key)
-        self._calibration.forget(key)
-        self._cycles.forget(key)
+        place = self._cycles.forget(key)
+        if place in self._outcomes:
+            self._vacant.append(place)
+        elif place is not None:
+            self._cycles.free([place])
+
+
+def decayed(total: float, values: Floats, keep: float) -> float:
+    """`total` after each of `values` [N] was added to `keep` of it, in turn."""
+    n = len(values)
+    return float(keep**n * total + values @ keep ** np.arange(n - 1, -1, -1))

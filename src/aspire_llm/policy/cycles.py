@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from aspire_llm.policy.calibration import NUM_BINS, START, DraftOdds
+from aspire_llm.policy.calibration import NUM_BINS, START, Calibration, DraftOdds
 from aspire_llm.policy.rows import Floats, Ints
 
 FIRST_PLACES = 16
@@ -15,9 +15,10 @@ FIRST_PLACES = 16
 
 class Cycles:
     """One place a request, in columns [places] or [places, bins]: its cycle under way, its tokens a second, and at what it was
-    last asked."""
+    last asked. The places are those of `calibration` too."""
 
     def __init__(self) -> None:
+        self.calibration = Calibration(FIRST_PLACES)
         self._places: dict[int, int] = {}  # by key
         self._free = list(range(FIRST_PLACES))
 
@@ -56,17 +57,22 @@ class Cycles:
         self.survival[places] = 1.0
         self.last[places] = START
 
-    def set_odds(self, places: Ints, odds: DraftOdds) -> None:
+    def set_odds(self, places: Ints) -> None:
+        """As the calibration has them now."""
+        odds: DraftOdds = self.calibration.odds(places)
         self.reject[places] = odds.reject
         self.right[places] = 1.0 - odds.reject
         self.evidence[places] = odds.evidence
         self.accept_next[places] = odds.accept_next
         self.has_odds[places] = True
 
-    def forget(self, key: int) -> None:
-        place = self._places.pop(key, None)
-        if place is not None:
-            self._free.append(place)
+    def forget(self, key: int) -> int | None:
+        """The request's place is nobody's until it is said to be free; None if it has none."""
+        return self._places.pop(key, None)
+
+    def free(self, places: Iterable[int]) -> None:
+        """These may be given to other requests."""
+        self._free.extend(places)
 
     def _take(self, key: int) -> int:
         if not self._free:
@@ -75,7 +81,9 @@ class Cycles:
             for name, column in vars(self).items():
                 if isinstance(column, np.ndarray):
                     setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+            self.calibration.grow()
         place = self._places[key] = self._free.pop()
+        self.calibration.begin(place)
         self.has_odds[place] = False
         self.tokens[place] = self.times[place] = 0.0
         return place

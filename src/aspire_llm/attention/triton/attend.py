@@ -364,6 +364,7 @@ def attend_kernel(
     part_acc,  # out float32 [max pieces * KV heads, ROWS, D]
     part_max,  # out float32 [max pieces * KV heads, ROWS]
     part_sum,  # out float32 [max pieces * KV heads, ROWS]
+    token_parts,  # out int32 [T, 4]: of a token's tile the first piece and their number; which of the tile's tokens it is
     pieces,  # int32 [max pieces, 16] of this layer
     num_pieces,  # int32 [1] of this layer
     page_table,  # int32 [S, max pages]
@@ -381,6 +382,7 @@ def attend_kernel(
     WIDE_DEPTH: tl.constexpr,  # and in larger ones, whose queries take shared memory too
     COLUMNS: tl.constexpr,  # of two scored tokens: 2 * CELL, padded
     CELL: tl.constexpr,  # GROUP, padded: of one scored token at one position
+    TOKENS_PAD: tl.constexpr,  # most tokens of a tile, padded
 ):  # fmt: skip
     """Grid: (most pieces * KV heads,). MIN_ROWS 64 computes every tile alike, whatever its size (deterministic mode)."""
     piece = tl.program_id(0) // KV_HEADS
@@ -411,6 +413,12 @@ def attend_kernel(
     head0 = kv_head * GROUP
     part = (piece * KV_HEADS + kv_head).to(tl.int64)
     rows = count * GROUP
+    if (low == 0) & (kv_head == 0):  # for combine.py, which would have to look it up: so many loads one after the other
+        t = tl.arange(0, TOKENS_PAD)
+        known = token_parts + (token0 + t) * 4
+        tl.store(known, piece, mask=t < count)
+        tl.store(known + 1, tile_pieces, mask=t < count)
+        tl.store(known + 2, t, mask=t < count)
     if listed != 0:
         if (rows <= 16) & (MIN_ROWS <= 16):
             _tile(

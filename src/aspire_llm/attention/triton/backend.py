@@ -33,7 +33,8 @@ WIDE_ROWS = 72  # packed rows of a row's only tile, at most (128 in one tile wer
 class Tuning:
     """block_n: keys a step. narrow_depth, wide_depth: steps fetched ahead, in tiles of up to 32 rows and in larger ones.
     programs: pieces of work aimed at, over all KV heads; two waves of what runs at once. min_blocks: least blocks of a piece.
-    registers: most of a thread, on NVIDIA; None for what the compiler takes."""
+    registers: most of a thread, on NVIDIA; None for what the compiler takes. score_programs: those that normalise scores, six an
+    SM, as many as its registers hold, each with all KV heads of its positions on their way."""
 
     block_n: int = 64
     narrow_depth: int = 2
@@ -42,19 +43,22 @@ class Tuning:
     programs: int = 528
     min_blocks: int = 2
     registers: int | None = None
+    score_programs: int = 792
 
     @staticmethod
     def default(head_dim: int, device: torch.device) -> Tuning:
         if device.type != "cuda":
-            return Tuning(block_n=16, programs=8)
+            return Tuning(block_n=16, programs=8, score_programs=12)
         # Two programs run on a multiprocessor at once. Small heads leave registers for a third, which makes verifications and
         # drafts 5-11 % faster (H200); NVIDIA's compiler must be told.
         three = head_dim <= 64 and torch.version.hip is None
-        at_once = (3 if three else 2) * torch.cuda.get_device_properties(device).multi_processor_count
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        at_once = (3 if three else 2) * multiprocessors
         return Tuning(
             block_n=64 if head_dim <= 128 else 32,
             programs=2 * at_once,
             registers=REGISTERS_OF_THREE if three else None,
+            score_programs=6 * multiprocessors,
         )
 
     @property
@@ -207,18 +211,17 @@ class TritonBackend:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         layers = len(self.windows)
-        max_tiles, max_pieces = self.bounds(max_tokens, max_rows)
+        max_pieces = self.most_pieces(max_tokens, max_rows)
         self.window_table = torch.tensor(self.windows, dtype=torch.int32, device=device)
         self.refresh_table = ints(layers)
         self.refresh_table[sorted(self.refresh_layers)] = 1
         self.score_table = ints(layers)
         self.score_table[sorted(self.score_layers)] = 1
-        self.token_row = ints(max_tokens)
+        self.token_parts = ints(max_tokens, 4)
         self.token_place = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.row_entries = ints(max_rows, 2)
         self.pieces = ints(layers, max_pieces, int(PIECE_FIELDS.value))
-        self.num_pieces, self.most_pieces = ints(layers), ints(layers)
-        self.tiles, self.row_tiles = ints(layers, max_tiles, 2), ints(layers, max_rows, 2)
+        self.num_pieces = ints(layers)
         self.reads, self.score_ends = ints(layers, max_rows), ints(layers, max_rows, 2)
         parts = max_pieces * self.kv_heads
         self.part_acc = torch.empty(parts, self.rows, self.head_dim, dtype=torch.float32, device=device)
@@ -240,12 +243,12 @@ class TritonBackend:
         self.score_ref = torch.empty(*lines, 2 * self.cell, dtype=torch.float32, device=device)
         self.layer_scores = torch.zeros(len(scored), max_rows, max_len, dtype=torch.float32, device=device)
 
-    def bounds(self, num_tokens: int, num_rows: int) -> tuple[int, int]:
-        """Most tiles, and most pieces for one KV head, that so many tokens in so many rows can make."""
+    def most_pieces(self, num_tokens: int, num_rows: int) -> int:
+        """Most pieces for one KV head that so many tokens in so many rows can make."""
         tiles = min(num_tokens, num_rows + num_tokens // (TILE_ROWS // self.group))
         if self.fixed_blocks:
-            return tiles, tiles * -(-self.max_len // (self.fixed_blocks * self.tuning.block_n))
-        return tiles, tiles + 2 * self.programs  # as far as sparse tiles may be cut
+            return tiles * -(-self.max_len // (self.fixed_blocks * self.tuning.block_n))
+        return tiles + 2 * self.programs  # as far as sparse tiles may be cut
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
         """Make the work lists of every layer on the device. Two launches."""
@@ -262,16 +265,16 @@ class TritonBackend:
         block_r = triton.next_power_of_2(max(16, self.max_rows))
         token_kernel[(1,)](
             batch.row_offsets, batch.slots, batch.positions, batch.score_weights, batch.page_table,
-            self.token_row, self.token_place, self.entry_token, self.row_entries,
+            self.token_place, self.entry_token, self.row_entries,
             num_rows, num_tokens, self.max_entries, batch.page_table.stride(0),
             PAGE=self.pool.page_size, BLOCK_T=512, BLOCK_R=block_r, STEPS=block_r.bit_length() - 1, num_warps=8,
         )  # fmt: skip
         work_kernel[(len(self.windows),)](
             batch.row_offsets, batch.slots, batch.starts, batch.sparse, self.row_entries, self.entry_token,
             batch.set_lengths, batch.tail_starts, self.window_table, self.refresh_table, self.score_table,
-            self.pieces, self.num_pieces, self.most_pieces, self.tiles, self.row_tiles, self.reads, self.score_ends,
+            self.pieces, self.num_pieces, self.reads, self.score_ends,
             self.score_rows, self.num_scored,
-            num_rows, self.max_rows, self.pieces.shape[1], self.tiles.shape[1], batch.set_lengths.stride(0), self.programs,
+            num_rows, self.max_rows, self.pieces.shape[1], batch.set_lengths.stride(0), self.programs,
             GROUP=self.group, BLOCK_N=self.tuning.block_n, MAX_PACKED=self.rows, FIXED_BLOCKS=self.fixed_blocks,
             MIN_BLOCKS=self.tuning.min_blocks, BLOCK_R=block_r, num_warps=1 if block_r <= 64 else 4,
         )  # fmt: skip
@@ -323,9 +326,9 @@ class TritonBackend:
 
     def _attend(self, batch: AttentionBatch, layer: int, q: Tensor, out: Tensor, scored: bool) -> None:
         keys, values = self.pool.k[layer], self.pool.v[layer]
-        _, max_pieces = self.bounds(q.shape[0], batch.slots.shape[0])
+        max_pieces = self.most_pieces(q.shape[0], batch.slots.shape[0])
         attend_kernel[(max_pieces * self.kv_heads,)](
-            q, keys, values, out, self.lse, self.part_acc, self.part_max, self.part_sum,
+            q, keys, values, out, self.lse, self.part_acc, self.part_max, self.part_sum, self.token_parts,
             self.pieces[layer], self.num_pieces[layer], batch.page_table, batch.sets[layer],
             self.score_x, self.score_ref,
             self.num_heads, batch.page_table.stride(0), batch.sets.stride(1),
@@ -336,7 +339,8 @@ class TritonBackend:
             PAGE=self.pool.page_size, BLOCK_N=self.tuning.block_n, WINDOW=self.windows[layer], SCORED=scored, ROWS=self.rows,
             MIN_ROWS=TILE_ROWS if self.deterministic else 16,
             NARROW_DEPTH=self.tuning.narrow_depth, WIDE_DEPTH=self.tuning.wide_depth,
-            COLUMNS=max(8, 2 * self.cell), CELL=self.cell, **self.tuning.launch_options,
+            COLUMNS=max(8, 2 * self.cell), CELL=self.cell, TOKENS_PAD=triton.next_power_of_2(self.rows // self.group),
+            **self.tuning.launch_options,
         )  # fmt: skip
 
     def _combine(self, batch: AttentionBatch, layer: int, out: Tensor) -> None:
@@ -345,8 +349,7 @@ class TritonBackend:
         few = out.shape[0] * self.kv_heads <= 2 * self.tuning.programs and not self.deterministic
         elements, warps = (8192, 4) if few else (2048, 2)
         combine_kernel[(out.shape[0], self.kv_heads)](
-            self.part_acc, self.part_max, self.part_sum, batch.row_offsets, self.token_row, self.most_pieces[layer],
-            self.tiles[layer], self.row_tiles[layer], out, self.lse,
+            self.part_acc, self.part_max, self.part_sum, self.token_parts, batch.row_offsets, out, self.lse,
             batch.slots.shape[0], self.num_heads, out.stride(0), out.stride(1), self.pool.value_scales[layer],
             KV_HEADS=self.kv_heads, GROUP=self.group, G_PAD=group_pad, D=self.head_dim, D_PAD=dim_pad, ROWS=self.rows,
             AT_ONCE=max(1, min(16, elements // (group_pad * dim_pad))), num_warps=warps,
@@ -355,9 +358,8 @@ class TritonBackend:
     def _score(self, batch: AttentionBatch, layer: int, q: Tensor) -> None:
         scores = self.layer_scores[self.score_index[layer]]
         block_r = triton.next_power_of_2(max(16, self.max_rows))
-        # Six programs a multiprocessor, as many as its registers hold, each with all KV heads of so many positions on their way.
         width = max(64, min(256, 1024 // self.cell))
-        programs = min(self.tuning.programs * 3 // 2, triton.cdiv(self.max_len, width) * batch.slots.shape[0])
+        programs = min(self.tuning.score_programs, triton.cdiv(self.max_len, width) * batch.slots.shape[0])
         scores_kernel[(programs,)](
             self.score_x, self.score_ref, self.lse, batch.score_weights, batch.positions,
             self.score_rows[layer], self.num_scored[layer], scores, self.max_len, self.score_len,

@@ -9,16 +9,48 @@ import triton.language as tl
 MAXIMA_AT_ONCE = tl.constexpr(32)
 
 
-@triton.jit(do_not_specialize=["row_offsets", "most_pieces", "tiles", "row_tiles", "num_rows", "num_heads"])
+@triton.jit
+def _lines(piece, p, kv_head, packed, KV_HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Where the rows `packed` [G_PAD] of pieces piece + p [N] of a tile lie, int64 [N, G_PAD]."""
+    return ((piece + p) * KV_HEADS + kv_head).to(tl.int64)[:, None] * ROWS + packed[None, :]
+
+
+@triton.jit
+def _maxima(
+    part_max, piece, first, count, kv_head, packed,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """[N, G_PAD] of the tile's pieces from the first-th on, -inf past the last of `count`."""
+    p = first + tl.arange(0, N)
+    mask = (p < count)[:, None] & (tl.arange(0, packed.shape[0]) < GROUP)[None, :]
+    return tl.load(part_max + _lines(piece, p, kv_head, packed, KV_HEADS, ROWS), mask=mask, other=float("-inf"))
+
+
+@triton.jit
+def _parts(
+    part_acc, part_max, part_sum, piece, first, count, kv_head, packed,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """As `_maxima`; and their sums [N, G_PAD] and accumulators [N, G_PAD, D_PAD], zeros past the last."""
+    p = first + tl.arange(0, N)
+    d = tl.arange(0, D_PAD)
+    mask = (p < count)[:, None] & (tl.arange(0, packed.shape[0]) < GROUP)[None, :]
+    lines = _lines(piece, p, kv_head, packed, KV_HEADS, ROWS)
+    maxima = tl.load(part_max + lines, mask=mask, other=float("-inf"))
+    sums = tl.load(part_sum + lines, mask=mask, other=0.0)
+    accs = tl.load(
+        part_acc + lines[:, :, None] * D + d[None, None, :], mask=mask[:, :, None] & (d < D)[None, None, :], other=0.0
+    )
+    return maxima, sums, accs
+
+
+@triton.jit(do_not_specialize=["row_offsets", "num_rows", "num_heads"])
 def combine_kernel(
     part_acc,  # float32 [max pieces * KV heads, ROWS, D]
     part_max,  # float32 [max pieces * KV heads, ROWS]
     part_sum,  # float32 [max pieces * KV heads, ROWS]
+    token_parts,  # int32 [T, 4], as attention left them; of padding they may be anything
     row_offsets,  # int32 [R + 1]
-    token_row,  # int32 [T]
-    most_pieces,  # int32 [1] of this layer
-    tiles,  # int32 [max tiles, 2] of this layer
-    row_tiles,  # int32 [max rows, 2] of this layer
     out,  # out [T, query heads, D]
     lse,  # out float32 [T, query heads]
     num_rows,
@@ -35,50 +67,41 @@ def combine_kernel(
     AT_ONCE: tl.constexpr,
 ):
     """Grid (T, KV heads). Pieces are added in their order, AT_ONCE at a time, so that the sum depends on nothing else; few at a
-    time, so that registers hold many programs. Their maximum is found first, so that no addition waits for another's."""
+    time, so that registers hold many programs."""
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    row = tl.load(token_row + token)
-    largest = tl.load(most_pieces)
+    piece = tl.load(token_parts + token * 4)
+    count = tl.load(token_parts + token * 4 + 1)
+    local = tl.load(token_parts + token * 4 + 2)
     g = tl.arange(0, G_PAD)
     d = tl.arange(0, D_PAD)
     head = kv_head * GROUP + g
     at = out + token * out_stride_t + head[:, None] * out_stride_h + d[None, :]
     kept = (g < GROUP)[:, None] & (d < D)[None, :]
-    if row >= num_rows:  # padding: finite, so that nothing downstream sees garbage
+    if token >= tl.load(row_offsets + num_rows):  # padding: finite, so that nothing downstream sees garbage
         tl.store(at, tl.zeros([G_PAD, D_PAD], out.dtype.element_ty), mask=kept)
         return
-    if largest <= 1:  # told early: nothing is to be done after a step of drafts
-        return
-    first_tile = tl.load(row_tiles + row * 2)
-    tile_tokens = tl.load(row_tiles + row * 2 + 1)
-    local = token.to(tl.int32) - tl.load(row_offsets + row)
-    tile = first_tile + local // tile_tokens
-    piece = tl.load(tiles + tile * 2)
-    count = tl.load(tiles + tile * 2 + 1)
     if count <= 1:
         return
-    packed = local % tile_tokens * GROUP + g
-    m = tl.full([G_PAD], float("-inf"), tl.float32)
-    for first in range(0, count, MAXIMA_AT_ONCE):
-        p = first + tl.arange(0, MAXIMA_AT_ONCE)
-        part = ((piece + p) * KV_HEADS + kv_head).to(tl.int64)[:, None] * ROWS + packed[None, :]
-        mask = (p < count)[:, None] & (g < GROUP)[None, :]
-        m = tl.maximum(m, tl.max(tl.load(part_max + part, mask=mask, other=float("-inf")), 0))
-    m_safe = tl.where(m == float("-inf"), 0.0, m)
-    norm = tl.zeros([G_PAD], tl.float32)
-    acc = tl.zeros([G_PAD, D_PAD], tl.float32)
-    for first in range(0, count, AT_ONCE):
-        p = first + tl.arange(0, AT_ONCE)
-        part = ((piece + p) * KV_HEADS + kv_head).to(tl.int64)[:, None] * ROWS + packed[None, :]
-        mask = (p < count)[:, None] & (g < GROUP)[None, :]
-        weight = tl.exp2(tl.load(part_max + part, mask=mask, other=float("-inf")) - m_safe[None, :])
-        sums = tl.load(part_sum + part, mask=mask, other=0.0)
-        accs = tl.load(
-            part_acc + part[:, :, None] * D + d[None, None, :],
-            mask=mask[:, :, None] & (d < D)[None, None, :],
-            other=0.0,
+    packed = local * GROUP + g
+    # The first pieces are on their way while the maximum is sought among the others, of which there mostly are none.
+    maxima, sums, accs = _parts(
+        part_acc, part_max, part_sum, piece, 0, count, kv_head, packed, GROUP, D, D_PAD, KV_HEADS, ROWS, AT_ONCE
+    )
+    m = tl.max(maxima, 0)
+    for first in range(AT_ONCE, count, MAXIMA_AT_ONCE):
+        m = tl.maximum(
+            m, tl.max(_maxima(part_max, piece, first, count, kv_head, packed, GROUP, KV_HEADS, ROWS, MAXIMA_AT_ONCE), 0)
         )
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    weight = tl.exp2(maxima - m_safe[None, :])
+    norm = tl.sum(sums * weight, 0)
+    acc = tl.sum(accs * weight[:, :, None], 0)
+    for first in range(AT_ONCE, count, AT_ONCE):
+        maxima, sums, accs = _parts(
+            part_acc, part_max, part_sum, piece, first, count, kv_head, packed, GROUP, D, D_PAD, KV_HEADS, ROWS, AT_ONCE
+        )
+        weight = tl.exp2(maxima - m_safe[None, :])
         norm += tl.sum(sums * weight, 0)
         acc += tl.sum(accs * weight[:, :, None], 0)
     safe = tl.where(norm > 0, norm, 1.0)

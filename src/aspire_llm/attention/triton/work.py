@@ -29,7 +29,6 @@ def token_kernel(
     positions,  # int64 [T]
     weights,  # float32 [T]
     page_table,  # int32 [S, max pages]
-    token_row,  # out int32 [T]: the token's row, R for padding
     token_place,  # out int64 [T]: where in the cache its K/V lie, -1 for padding
     entry_token,  # out int32 [E]
     row_entries,  # out int32 [R, 2]: where each row's scored tokens begin and end
@@ -59,7 +58,6 @@ def token_kernel(
         slot = tl.load(slots + row, mask=live, other=0).to(tl.int64)
         position = tl.load(positions + t, mask=live, other=0)
         page = tl.load(page_table + slot * table_stride + position // PAGE, mask=live, other=0).to(tl.int64)
-        tl.store(token_row + t, tl.where(live, row, num_rows), mask=inside)
         tl.store(token_place + t, tl.where(live, page * PAGE + position % PAGE, -1), mask=inside)
         scored = live & (tl.load(weights + t, mask=live, other=0.0) != 0.0)
         entry = seen + tl.cumsum(scored.to(tl.int32), 0) - scored.to(tl.int32)
@@ -154,7 +152,7 @@ def _pieces(blocks, cost, sparse_chunk, dense_chunk, is_sparse, even, mixed, FIX
 
 @triton.jit(
     do_not_specialize=[
-        "row_offsets", "slots", "starts", "sparse", "num_rows", "max_rows", "max_pieces", "max_tiles",
+        "row_offsets", "slots", "starts", "sparse", "num_rows", "max_rows", "max_pieces",
         "set_lengths_stride", "programs",
     ]
 )  # fmt: skip
@@ -172,9 +170,6 @@ def work_kernel(
     score,  # int32 [L]: whether dense rows leave scores here
     pieces,  # out int32 [L, max pieces, 16]
     num_pieces,  # out int32 [L]
-    most_pieces,  # out int32 [L]: of any one tile
-    tiles,  # out int32 [L, max tiles, 2]: first piece, number of pieces
-    row_tiles,  # out int32 [L, max rows, 2]: first tile, tokens a tile
     reads,  # out int32 [L, max rows]: KV tokens the row reads
     score_ends,  # int32 [L, max rows, 2]: positions scored now (0: none), and by the time before
     score_rows,  # out int32 [L, max rows, 8]: the rows scored now, see the stores
@@ -182,7 +177,6 @@ def work_kernel(
     num_rows,
     max_rows,
     max_pieces,
-    max_tiles,
     set_lengths_stride,
     programs,  # pieces to aim at, per KV head
     GROUP: tl.constexpr,
@@ -213,9 +207,6 @@ def work_kernel(
     one = n <= most
     tile_tokens = tl.where(one, tl.maximum(n, 1), per_tile)
     num_tiles = tl.where(one, (n > 0).to(tl.int32), (n + per_tile - 1) // per_tile)
-    tile0 = tl.cumsum(num_tiles, 0) - num_tiles
-    tl.store(row_tiles + (layer * max_rows + r) * 2, tile0, mask=live)
-    tl.store(row_tiles + (layer * max_rows + r) * 2 + 1, tile_tokens, mask=live)
 
     low = tl.where(is_sparse, base0, tl.where(window > 0, tl.maximum(start - window + 1, 0), 0))
     tl.store(reads + layer * max_rows + r, tl.where(n > 0, start + n - low, 0), mask=live)
@@ -288,7 +279,6 @@ def work_kernel(
     before = tl.where(is_sparse, tl.sum(dense_pieces, 0) + tl.cumsum(sparse_pieces, 0), tl.cumsum(dense_pieces, 0))
     piece = before - row_pieces
     tl.store(num_pieces + layer, tl.sum(row_pieces, 0))
-    largest = 0
     for j in range(most_tiles):
         first, count, base, end = _tile(
             j, n, start, num_tiles, tile_tokens, list_len, base0, window, is_sparse, BLOCK_N
@@ -297,10 +287,6 @@ def work_kernel(
         k, size = _pieces(blocks, cost, sparse_chunk, dense_chunk, is_sparse, even, mixed, FIXED_BLOCKS)
         first_here = (first_scored >= offset + first) & (first_scored < offset + first + count)
         last_here = (last_scored >= offset + first) & (last_scored < offset + first + count)
-        tile = tiles + (layer * max_tiles + tile0 + j) * 2
-        tl.store(tile, piece, mask=count > 0)
-        tl.store(tile + 1, k, mask=count > 0)
-        largest = tl.maximum(largest, tl.max(tl.where(count > 0, k, 0), 0))
         for p in range(tl.max(k, 0)):
             mine = (p < k) & (count > 0)
             at = pieces + (layer * max_pieces + piece + p) * PIECE_FIELDS
@@ -320,4 +306,3 @@ def work_kernel(
             tl.store(at + 12, rank, mask=mine)
             tl.store(at + 13, entry1 - entry0, mask=mine)  # scored tokens of the row
         piece += k
-    tl.store(most_pieces + layer, largest)
