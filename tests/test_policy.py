@@ -531,7 +531,27 @@ def test_policies_that_do_not_know_what_waiting_loses_do_not_wait(name: str) -> 
     views = [RequestView(key, LENGTH, key % 4, (0.9,) * (key % 4), 8) for key in range(12)]
     asked = [Action.DRAFT if key % 3 else Action.VERIFY for key in range(12)]
     for _ in range(20):
-        assert policy._wait(views, list(asked)) == asked
+        assert policy._wait(views, list(asked), 0.0) == asked
+
+
+def test_nobody_waits_where_the_device_waits_for_its_host() -> None:
+    """Verifications fill its time: spread over all steps they cost the least."""
+    policy = Confidence(CostModel(1.0, 0.0, 0.35 / LENGTH, verify_step=0.5), READS)
+    views = [RequestView(key, LENGTH, 2, (0.9, 0.9), 24) for key in range(4)]
+    policy.decide(views, NO_LOAD)  # what one more draft would lose is known now
+    asked = [Action.VERIFY, Action.DRAFT, Action.DRAFT, Action.DRAFT]
+    policy._cycles.loss[:] = 0.05
+    assert policy._wait(views, list(asked), 0.0) == [Action.DRAFT] * 4
+    assert policy._wait(views, list(asked), 0.5) == asked
+
+
+def test_a_device_waits_for_a_host_that_is_slower_than_a_step_of_drafts() -> None:
+    cost = CostModel(1.0, 0.1, 0.35 / LENGTH)
+    load = StepLoad(7, 5000.0)
+    drafts = cost.predict(StepLoad(7 + 16, 5000.0 + 16 * READS.draft(LENGTH, 4)))
+    for host in (0.0, 0.5 * drafts, drafts, 1.5 * drafts):
+        costs = RowCosts.of_step(cost, READS, 16, load, host_seconds=host, length=LENGTH)
+        assert costs.idle == pytest.approx(max(0.0, host - drafts))
 
 
 def test_a_host_that_keeps_up_changes_nothing() -> None:

@@ -2,13 +2,15 @@
 
 import random
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from aspire_llm.errors import UserError
 from aspire_llm.policy.base import StepLoad
-from aspire_llm.policy.cost import CostModel, ReadModel
+from aspire_llm.policy.cost import CostModel, ReadModel, _solve_nonnegative
 from aspire_llm.policy.rows import PASS_SHARE, RowCosts
 
 TRUE = (4e-3, 5e-6, 2e-8)
@@ -169,3 +171,26 @@ def test_a_draft_that_makes_the_verification_read_again_pays_for_it() -> None:
         assert more == pytest.approx(PASS_SHARE * 1e-3 * 500 if pending + 2 in (4, 6) else 0.0)
     assert [reads.extra_passes(n) for n in range(9)] == [0, 0, 0, 0, 1, 1, 2, 2, 2]
     assert blind.extra_passes(50) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(-3.0, 3.0), min_size=4, max_size=4), min_size=1, max_size=8),
+    st.lists(st.floats(-5.0, 5.0), min_size=4, max_size=4),
+)
+def test_least_squares_without_negative_entries_are_the_least_there_are(
+    rows: list[list[float]], b: list[float]
+) -> None:
+    """Against projected descent, which needs no sets of entries."""
+    x = np.array(rows)
+    a = x.T @ x + 0.1 * np.eye(4)
+    found = np.array(_solve_nonnegative(a.tolist(), b))
+    assert (found >= 0.0).all()
+    least, step = np.zeros(4), 1.0 / np.linalg.norm(a, 2)
+    for _ in range(4000):
+        least = np.maximum(0.0, least - step * (a @ least - b))
+
+    def value(at: NDArray[np.float64]) -> float:
+        return float(at @ a @ at / 2 - b @ at)
+
+    assert value(found) <= value(least) + 1e-6 * (1.0 + abs(value(least)))

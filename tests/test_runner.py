@@ -12,7 +12,7 @@ from aspire_llm.engine.after import AfterForward
 from aspire_llm.engine.columns import Columns
 from aspire_llm.engine.engine import Step
 from aspire_llm.engine.forward import describe
-from aspire_llm.engine.garbage import RARELY, rare_collections
+from aspire_llm.engine.garbage import RARELY, YOUNG, rare_collections
 from aspire_llm.engine.runner import page_entries
 from aspire_llm.request import RowKind, SamplingParams
 from aspire_llm.scheduler.plan import PageWrite, Row
@@ -69,7 +69,7 @@ def test_prompts_say_nothing_about_the_hosts_pace() -> None:
 def test_full_collections_are_rare_while_requests_run() -> None:
     before = gc.get_threshold()
     with rare_collections():
-        assert gc.get_threshold() == (*before[:2], RARELY)
+        assert gc.get_threshold() == (YOUNG, before[1], RARELY)
     with pytest.raises(ZeroDivisionError), rare_collections():
         _ = 1 / 0
     assert gc.get_threshold() == before

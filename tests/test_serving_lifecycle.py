@@ -17,7 +17,7 @@ import pytest
 
 from aspire_llm import AsyncLLM
 from aspire_llm.engine.engine import Step
-from aspire_llm.engine.garbage import RARELY, keep_collections_short
+from aspire_llm.engine.garbage import RARELY, YOUNG, keep_collections_short
 from aspire_llm.engine.launched import Launched
 from aspire_llm.scheduler.plan import StepPlan
 from aspire_llm.serving import server as server_module
@@ -267,7 +267,7 @@ def test_full_collections_wait_until_nothing_runs(monkeypatch: pytest.MonkeyPatc
     try:
         keep_collections_short()
         assert gc.get_freeze_count() > 10_000
-        assert gc.get_threshold() == (*before[:2], RARELY)
+        assert gc.get_threshold() == (YOUNG, before[1], RARELY)
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)

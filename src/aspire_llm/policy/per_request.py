@@ -40,7 +40,7 @@ class PerRequestPolicy(ABC):
         asked = [view for view in requests if view.pending < view.max_draft]
         wanted = iter(self._want_drafts(asked, costs) if asked else ())
         actions = [DRAFT if view.pending < view.max_draft and next(wanted) else VERIFY for view in requests]
-        actions = self._bound.apply(requests, self._wait(requests, actions))
+        actions = self._bound.apply(requests, self._wait(requests, actions, costs.idle))
         asking = self._asking(requests, actions)
         if asking:
             self._together += (1.0 - TOGETHER_KEEP) * (len(asking) - self._together)
@@ -50,9 +50,10 @@ class PerRequestPolicy(ABC):
         """The requests whose drafts are to be verified, by place."""
         return [i for i, action in enumerate(actions) if action is VERIFY and requests[i].pending]
 
-    def _wait(self, requests: Sequence[RequestView], actions: list[Action]) -> list[Action]:
-        """Let requests that want a verification draft on, where the step is better off without any."""
-        verify_step = self._cost.verify_step
+    def _wait(self, requests: Sequence[RequestView], actions: list[Action], idle: float) -> list[Action]:
+        """Let requests that want a verification draft on, where the step is better off without any. idle: see `RowCosts`:
+        where the device would wait for its host, verifications fill that time, and are best spread over all steps."""
+        verify_step = self._cost.verify_step - idle
         if verify_step <= 0.0:
             return actions
         asking = self._asking(requests, actions)

@@ -61,6 +61,7 @@ class RowCosts:
     per_check: float = 0.0
     stall: float = 0.0  # the device's wait for the host, beside a draft or a verification of drafts
     verify_share: float = 0.0  # of what a step pays once for its verifications of drafts
+    idle: float = 0.0  # of the device in a step of drafts alone, for the whole batch: the host takes longer
     _draft: float = field(init=False)  # what every draft costs, and what every verification does, besides its reads
     _verify: float = field(init=False)
 
@@ -98,7 +99,13 @@ class RowCosts:
         # drafts' to pay. Of plain steps it is not asked: they give the host less to do and the device more.
         least = host_seconds / max(1, num_requests)
         cycle = TYPICAL_DRAFTS * costs.draft(round(length), TYPICAL_DRAFTS) + costs.check(round(length))
-        return replace(costs, stall=max(0.0, least - cycle / (TYPICAL_DRAFTS + 1)))
+        read = num_requests * reads.draft(round(length), TYPICAL_DRAFTS)
+        drafts = StepLoad(prefill.tokens + num_requests, prefill.kv_tokens + read)
+        return replace(
+            costs,
+            stall=max(0.0, least - cycle / (TYPICAL_DRAFTS + 1)),
+            idle=max(0.0, host_seconds - cost.predict(drafts)),
+        )
 
     def draft(self, length: int, pending: int) -> float:
         """One more draft: its DRAFT row now and its token in the verification to come."""
