@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, Any, Literal, Protocol, Self
@@ -179,6 +179,15 @@ class TextStream(Protocol):
 
     def new_text(self) -> str:
         """What has been added to `text` since this was last asked for."""
+        ...
+
+    @property
+    def seeks_stops(self) -> bool:
+        """Whether there are stop strings, so that every token must be pushed."""
+        ...
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add tokens of which none is the last by what it is; only where no stop strings are sought."""
         ...
 
     def push(self, token_id: int, *, ends: bool, may_stop: bool) -> str | None:

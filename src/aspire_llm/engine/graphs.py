@@ -37,11 +37,12 @@ def padded_size(sizes: Sequence[int], num_tokens: int) -> int:
     return next((size for size in sizes if size >= num_tokens), num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Captured:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]  # what the graph reads: see `same_type`
     forwarded: Forwarded
+    held: Sequence[Tensor] = ()  # the arrays that were copied into them last
 
 
 class GraphForward:
@@ -68,6 +69,8 @@ class GraphForward:
         self.pad_rows = state.num_slots + 1
         self._graphs: dict[tuple[int, bool], Captured] = {}
         pool = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps a workspace of 32 MiB for every stream it has seen.
+        self._stream = torch.cuda.Stream(self._eager.device)  # type: ignore[no-untyped-call]
         with torch.inference_mode():
             for size in reversed(self._sizes):  # the widest first: the others fit into its memory
                 for verified in (True, False) if scored else (False,):
@@ -77,11 +80,14 @@ class GraphForward:
         return padded_size(self._sizes, num_tokens)
 
     def run(self, step: Described, arrays: Sequence[Tensor]) -> Forwarded:
-        """As `EagerForward.run`. The results are the graph's own buffers, good until its next replay."""
+        """As `EagerForward.run`. The results are the graph's own buffers, good until its next replay. arrays: what is in them
+        does not change; the same ones may come again."""
         captured = self._graphs.get((arrays[-1].shape[0], step.scores_verified))
         if captured is None:
             return self._eager.run(step, arrays)
-        torch._foreach_copy_(captured.inputs, same_type(arrays))
+        if captured.held is not arrays:
+            torch._foreach_copy_(captured.inputs, same_type(arrays))
+            captured.held = arrays
         captured.graph.replay()
         return captured.forwarded
 
@@ -91,13 +97,13 @@ class GraphForward:
         weights = np.full(rows[0].num_tokens, float(self._scored), dtype=np.float32)
         described = describe(Columns.of(rows), weights, self.pad_rows, size, self._scratch)
         arrays = [torch.from_numpy(array).to(device) for array in described.arrays]
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # compiles kernels and takes library workspaces outside of the capture
             self._eager.run(described, arrays)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             forwarded = self._eager.run(described, arrays)
         graph.replay()  # the first one is slow: not while serving
         self._logits(forwarded.hidden)  # nor may this size load its kernel then, which waits for the device

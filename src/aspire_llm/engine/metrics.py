@@ -118,6 +118,7 @@ class EngineMetrics:
         self._measured = self._predicted = 0.0
         self._refresh_tokens = self._refresh_predicted = 0.0
         self._price: float | None = None  # None: the policy has none
+        self._priced = scheduler.policy if isinstance(scheduler.policy, Priced) else None
         self._rows = dict.fromkeys(RowKind, 0)
         self._row_tokens = dict.fromkeys(RowKind, 0)
         self._kv_tokens = dict.fromkeys(RowKind, 0.0)
@@ -158,9 +159,7 @@ class EngineMetrics:
             return
         with self._lock:
             self._steps += 1
-            for row in step.plan.rows:
-                self._rows[row.kind] += 1
-                self._row_tokens[row.kind] += row.num_tokens
+            self._count_rows(step.plan)
             if step.result is not None:
                 for kind, tokens in step.result.kv_tokens_read.items():
                     self._kv_tokens[kind] += tokens / step.result.num_layers
@@ -173,14 +172,30 @@ class EngineMetrics:
                         self._residual.add(self._cost.last_prediction / step.result.seconds)
             for progress in step.progress:
                 self._count(progress)
-            if isinstance(self._scheduler.policy, Priced):
-                self._price = self._scheduler.policy.price
+            if self._priced is not None:
+                self._price = self._priced.price
+
+    def _count_rows(self, plan: StepPlan) -> None:
+        kinds = bytes(
+            [row.kind for row in plan.rows]
+        )  # quicker than a look-up for every row, of which there may be hundreds
+        tokens = [row.num_tokens for row in plan.rows]
+        for kind in RowKind:
+            count = kinds.count(kind)
+            if count:
+                self._rows[kind] += count
+                one_kind = count == len(kinds)
+                self._row_tokens[kind] += sum(
+                    tokens if one_kind else [n for k, n in zip(kinds, tokens, strict=True) if k == kind]
+                )
 
     def _count_refresh(self, plan: StepPlan, num_layers: int) -> None:
         """KV tokens that refresh layers read in DRAFT rows (all before the row's reach), mean over all layers, and their time
         by the cost model."""
-        share = self._num_refresh_layers / num_layers
-        tokens = share * sum(row.reach for row in plan.rows if row.kind is RowKind.DRAFT)
+        if not self._num_refresh_layers:
+            return
+        share, draft = self._num_refresh_layers / num_layers, RowKind.DRAFT
+        tokens = share * sum([row.reach for row in plan.rows if row.kind is draft])
         self._refresh_tokens += tokens
         if self._cost is not None:
             self._refresh_predicted += self._cost.per_kv * tokens

@@ -7,7 +7,8 @@ work and returns; `Launched.result` waits for it. On a GPU the next step may be 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from aspire_llm.context.selectors import Selector
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.after import AfterForward, OnDevice
 from aspire_llm.engine.columns import Bools, Columns, Floats, Ints
-from aspire_llm.engine.forward import Forward, Forwarded, describe
+from aspire_llm.engine.forward import Described, Forward, Forwarded, describe
 from aspire_llm.engine.launched import Launched, StepClock
 from aspire_llm.engine.slot_ops import StepRows, settle
 from aspire_llm.engine.slots import SlotState
@@ -34,7 +35,18 @@ PLAIN_STEPS = (
     16  # a request that does not draft has its context renewed once in so many steps; the tail covers the others
 )
 KEPT_WEIGHTS = 64  # tokens of the longest row whose score weights are kept
+KEPT_STEPS = 8  # descriptions of steps: mostly of those in which every request drafts
 PROMPT_LOGPROB_TOKENS = 64  # prompt tokens whose logits exist at once, when prompt logprobs are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a step's rows alone decide, on the host and on the device."""
+
+    step: Described
+    tail: AfterForward
+    inputs: Sequence[Tensor]  # the arrays of `step`
+    there: OnDevice
 
 
 class Runner:
@@ -61,6 +73,7 @@ class Runner:
         # host: verifications without drafts since the context was renewed
         self._plain_steps = np.zeros(state.num_slots, dtype=np.int64)
         self._weights: dict[tuple[int, int], Floats] = {}  # by kind and tokens of a row
+        self._prepared: dict[tuple[bytes, ...], Prepared] = {}  # by their rows
         self._prompt_logprobs: list[int | None] = [None] * state.num_slots  # host: how many, for prompt tokens
         self._prompt_ends = [0] * state.num_slots  # host
 
@@ -75,28 +88,13 @@ class Runner:
         prompts = self._admit(plan)
         rows = Columns.of(plan.rows)
         updates = self._context_updates(rows)
-        weights = self._score_weights(rows, updates)
-        step = describe(
-            rows, weights, self._forward.pad_rows, self._forward.padded(rows.num_tokens), self.state.num_slots
-        )
-        tail = AfterForward.of(rows, updates, self._forward.padded)
-        arrays = iter(
-            self._uploader.send(
-                [
-                    *step.arrays,
-                    *tail.arrays,
-                    *page_entries(plan.page_writes, self.state.page_table.shape[1]),
-                    *(tokens for _, tokens in prompts),
-                ]
-            )
-        )
-        inputs = [next(arrays) for _ in step.arrays]
-        there = tail.on_device([next(arrays) for _ in tail.arrays])
-        self._write(plan, prompts, arrays)
+        prepared, written = self._send(plan, rows, updates, [tokens for _, tokens in prompts])
+        self._write(plan, [slot for slot, _ in prompts], written)
+        tail, there = prepared.tail, prepared.there
         clock.begin()
-        forwarded = self._forward.run(step, inputs)
+        forwarded = self._forward.run(prepared.step, prepared.inputs)
         sampled = self._sample(rows, tail, there, forwarded)
-        settle(self.state, StepRows(*inputs[:-1]), there.places, sampled)
+        settle(self.state, StepRows(*prepared.inputs[:-1]), there.places, sampled)
         self._renew_contexts(rows, tail, there, forwarded.attention)
         scored = self._score_prompts(rows, forwarded.hidden)
         reads = forwarded.attention.row_reads
@@ -118,13 +116,37 @@ class Runner:
             self._prompt_ends[new.slot] = len(new.prompt_token_ids)
         return prompts
 
-    def _write(self, plan: StepPlan, prompts: Sequence[tuple[int, Ints]], arrays: Iterable[Tensor]) -> None:
-        """New pages and new tenants' tokens into the slots. arrays: on the device, those of `page_entries` and the tokens."""
-        places, pages, *tokens = arrays
+    def _send(
+        self, plan: StepPlan, rows: Columns, updates: Bools, prompts: Sequence[Ints]
+    ) -> tuple[Prepared, Sequence[Tensor]]:
+        """The step's rows, and what is to be written into slots: `page_entries` and the prompts, where there are any; on the
+        device, in one copy. Rows that came before, as when every request drafts on, are there already."""
+        pages = [*page_entries(plan.page_writes, self.state.page_table.shape[1])] if plan.page_writes else []
+        written = [*pages, *prompts]
+        key = (*(column.tobytes() for column in (rows.slots, rows.kinds, rows.counts, rows.samples)), updates.tobytes())
+        known = self._prepared.get(key)
+        if known is not None:
+            return known, self._uploader.send(written) if written else []
+        weights = self._score_weights(rows, updates)
+        pad_tokens = self._forward.padded(rows.num_tokens)
+        step = describe(rows, weights, self._forward.pad_rows, pad_tokens, self.state.num_slots)
+        tail = AfterForward.of(rows, updates, self._forward.padded)
+        sent = self._uploader.send([*step.arrays, *tail.arrays, *written])
+        first, last = len(step.arrays), len(step.arrays) + len(tail.arrays)
+        prepared = Prepared(step, tail, sent[:first], tail.on_device(sent[first:last]))
+        if not rows.prefills.any():  # where a prompt's chunk begins is told by its row alone
+            if len(self._prepared) == KEPT_STEPS:
+                self._prepared.clear()
+            self._prepared[key] = prepared
+        return prepared, sent[last:]
+
+    def _write(self, plan: StepPlan, slots: Sequence[int], written: Sequence[Tensor]) -> None:
+        """New pages and new tenants' tokens into the slots. slots: of the tenants; written: as `_send` has it."""
         if plan.page_writes:
+            places, pages, *written = written
             self.state.page_table.view(-1)[places] = pages
-        for (slot, _), known in zip(prompts, tokens, strict=True):
-            self.state.tokens[slot, : len(known)] = known
+        for slot, tokens in zip(slots, written, strict=True):
+            self.state.tokens[slot, : len(tokens)] = tokens
 
     def _context_updates(self, rows: Columns) -> Bools:
         """[R]: whether the row's attention renews or refreshes its request's context. Plain decoding must stay as cheap as it

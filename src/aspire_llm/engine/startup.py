@@ -12,7 +12,7 @@ from aspire_llm.cache.pool import KVPool
 from aspire_llm.models.decoder import Decoder
 from aspire_llm.policy.cost import CostModel
 
-READ_BYTES = 2 << 30  # of the sum that measures the read bandwidth, where the pool is so large; far beyond any cache
+READ_BYTES = 2 << 30  # that are read to measure the bandwidth, where the pool is so large; far beyond any cache
 LEAST_READ_BYTES = 256 << 20
 PRODUCT_SIZE = 4096  # of the square product that measures the rate of operations
 REPEATS = 5
@@ -20,7 +20,7 @@ REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    read_bytes_per_s: float  # of a large sum
+    read_bytes_per_s: float  # of a kernel that does nothing else
     operations_per_s: float  # of a large product, in the model's type
 
 
@@ -28,10 +28,10 @@ def measure_ceilings(pool: KVPool, dtype: torch.dtype) -> Ceilings | None:
     """Of the pool's GPU, in about 20 ms: keys are read, whatever they are. None on a CPU, and where the pool fits into caches."""
     device = pool.k[0].device
     keys = pool.k[: -(-READ_BYTES // pool.k[0].nbytes)]
-    read = sum(layer.nbytes for layer in keys)
-    if device.type != "cuda" or read < LEAST_READ_BYTES:
+    size = sum(layer.nbytes for layer in keys)
+    if device.type != "cuda" or size < LEAST_READ_BYTES:
         return None
-    numbers = [layer.view(-1).view(torch.float32) for layer in keys]
+    from aspire_llm.attention.triton.read import read  # there is no GPU engine without Triton
 
     def seconds(call: Callable[[], object]) -> float:
         call()
@@ -48,10 +48,10 @@ def measure_ceilings(pool: KVPool, dtype: torch.dtype) -> Ceilings | None:
     try:
         a, b = (torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype, device=device) for _ in range(2))
         with torch.cuda.device(device):
-            reading, product = seconds(lambda: [part.sum() for part in numbers]), seconds(lambda: a @ b)
+            reading, product = seconds(lambda: [read(layer) for layer in keys]), seconds(lambda: a @ b)
     except torch.cuda.OutOfMemoryError:  # 100 MB: an engine that fits but for this report is welcome
         return None
-    return Ceilings(read / reading, 2 * PRODUCT_SIZE**3 / product)
+    return Ceilings(size / reading, 2 * PRODUCT_SIZE**3 / product)
 
 
 def startup_report(cost: CostModel, decoder: Decoder, pool: KVPool, ceilings: Ceilings | None) -> tuple[str, ...]:

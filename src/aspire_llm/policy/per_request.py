@@ -37,9 +37,10 @@ class PerRequestPolicy(ABC):
             sum([view.length for view in requests]) / max(1, len(requests)),
             self._together,
         )
-        asked = [view for view in requests if view.pending < view.max_draft]
+        may = [view.pending < view.max_draft for view in requests]
+        asked = requests if all(may) else [view for view, draft in zip(requests, may, strict=True) if draft]
         wanted = iter(self._want_drafts(asked, costs) if asked else ())
-        actions = [DRAFT if view.pending < view.max_draft and next(wanted) else VERIFY for view in requests]
+        actions = [DRAFT if draft and next(wanted) else VERIFY for draft in may]
         actions = self._bound.apply(requests, self._wait(requests, actions, costs.idle))
         asking = self._asking(requests, actions)
         if asking:

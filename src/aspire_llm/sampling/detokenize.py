@@ -112,6 +112,12 @@ class IncrementalDetokenizer:
             return ""
         return self._decoder.decode(self._table[token_id])
 
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """As `push` of one after the other."""
+        table = self._table
+        shown = [t for t in token_ids if not table.is_special(t)] if self._skip_special else token_ids
+        return self._decoder.decode(b"".join([table[t] for t in shown]))
+
     def flush(self) -> str:
         """The rest, at the end of the request: U+FFFD for a character that was never finished."""
         return self._decoder.decode(b"", final=True)

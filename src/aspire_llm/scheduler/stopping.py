@@ -24,6 +24,17 @@ def extend_output(request: Request, token_ids: Sequence[int]) -> tuple[int, Stop
     eos = frozenset() if params.ignore_eos else request.eos_token_ids
     stop_token_ids, min_tokens = params.stop_token_ids, params.min_tokens
     before = len(output)
+    if (
+        (stream is None or not stream.seeks_stops)
+        and eos.isdisjoint(token_ids)
+        and not _any_of(stop_token_ids, token_ids)
+    ):
+        # Nothing but the length can end it: all at once.
+        kept = token_ids[: request.output_limit - before]
+        output.extend(kept)
+        if stream is not None:
+            stream.extend(kept)
+        return len(kept), Stop("length") if len(output) >= request.output_limit else None
     for num_tokens, token in enumerate(token_ids, before + 1):
         output.append(token)
         long_enough = num_tokens >= min_tokens
@@ -41,3 +52,7 @@ def extend_output(request: Request, token_ids: Sequence[int]) -> tuple[int, Stop
         if stop is not None:
             return num_tokens - before, stop
     return len(token_ids), None
+
+
+def _any_of(sought: Sequence[int], token_ids: Sequence[int]) -> bool:
+    return bool(sought) and not set(sought).isdisjoint(token_ids)
