@@ -59,6 +59,7 @@ TASKS = {
 LIKELIEST = 5  # tokens of plain decoding, noted at every position
 ROUNDING = 0.25  # log-probability: two units of bfloat16 in the last place of logits between 16 and 32
 REPETITIVE = 0.3  # a distinct-token ratio below this is a loop, on which any drafter looks good
+WARM_UP = 64  # tokens a request, of every method, before anything counts: kernels are loaded, policies have learned the text
 CHARACTERS = 600_000  # of a kind: tokenizing takes time
 
 
@@ -232,6 +233,7 @@ def main() -> None:
         "--max-verify-tokens", type=int, help="a step, of policies that bound them; default: the engine's"
     )
     parser.add_argument("--text", action="append", default=[], help="a file whose text joins the prose")
+    parser.add_argument("--deterministic", action="store_true", help="every output must then equal plain decoding's")
     given = parser.parse_args()
     deadline = Deadline(given.seconds)
     report = Report(f"real-text-{given.name}")
@@ -244,9 +246,13 @@ def main() -> None:
             "max_num_seqs": given.requests,
             "max_model_len": given.prompt_tokens + given.output_tokens + 64,
         }
+        if given.deterministic:
+            common["deterministic"] = True
         if GPU:
             common["max_num_batched_tokens"] = 16384
-        probe = LLM(given.model, method="plain", max_num_seqs=1, max_model_len=64, enforce_eager=True)
+        probe = LLM(
+            given.model, method="plain", max_num_seqs=1, max_model_len=64, enforce_eager=True, deterministic=given.deterministic
+        )
         bytes_per_token = probe.model.config.kv_bytes_per_token(probe.model.decoder.dtype)
         common["kv_cache_memory"] = kv_memory(
             bytes_per_token, [(given.requests, given.prompt_tokens)], given.output_tokens + 64
@@ -282,7 +288,7 @@ def main() -> None:
         report.data["example_output"] = base.get_tokenizer().decode(scored.tokens[0])
         for method, llm in list(llms.items()):
             with report.part(f"warm-up of {method}"):
-                decode(llm, prompts, 4)
+                decode(llm, prompts, min(WARM_UP, given.output_tokens))
         slowest = 0.0
         for repeat in range(given.repeats):
             for method, llm in llms.items():
