@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,12 @@ import pytest
 from aspire_llm.engine.after import AfterForward
 from aspire_llm.engine.columns import Columns
 from aspire_llm.engine.engine import Step
-from aspire_llm.engine.forward import describe
+from aspire_llm.engine.forward import Described, describe
 from aspire_llm.engine.garbage import RARELY, YOUNG, rare_collections
-from aspire_llm.engine.runner import page_entries
+from aspire_llm.engine.runner import KEPT_STEPS, page_entries
 from aspire_llm.request import RowKind, SamplingParams
 from aspire_llm.scheduler.plan import PageWrite, Row
-from tiny import prompts_of, requests_for, tiny_engine, tiny_model
+from tiny import plain_tokens, prompts_of, requests_for, tiny_engine, tiny_model
 
 P, D, V = RowKind.PREFILL, RowKind.DRAFT, RowKind.VERIFY
 
@@ -73,3 +74,34 @@ def test_full_collections_are_rare_while_requests_run() -> None:
     with pytest.raises(ZeroDivisionError), rare_collections():
         _ = 1 / 0
     assert gc.get_threshold() == before
+
+
+def test_rows_that_come_again_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every step still gets the pages and the prompts that are its own, with requests joining and leaving."""
+    described: list[tuple[RowKind, ...]] = []
+
+    def spy(*args: Any) -> Described:
+        described.append((step := describe(*args)).kinds)
+        return step
+
+    monkeypatch.setattr("aspire_llm.engine.runner.describe", spy)
+    model = tiny_model()
+    prompts = prompts_of([30, 41, 7, 22, 19])
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (40, 25, 60, 33, 50)]
+    expected = [plain_tokens(model, [prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    described.clear()
+    engine = tiny_engine(model, method="vegas", late=True, max_num_seqs=3)  # block_size 4: pages come all the time
+    requests = requests_for(model, prompts, params)
+    for request in requests:
+        engine.add(request)
+    drafting = steps = 0
+    while engine.has_work:
+        step = engine.step()
+        engine.check()
+        if step.plan is not None:
+            steps += 1
+            drafting += all(row.kind is D for row in step.plan.rows)
+    assert [request.output_token_ids for request in requests] == expected
+    assert drafting > 3 * sum(set(kinds) == {D} for kinds in described)
+    assert len(described) < steps
+    assert 0 < len(engine.runner._prepared) <= KEPT_STEPS

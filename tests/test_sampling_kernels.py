@@ -13,6 +13,7 @@ from aspire_llm.request import RowKind, SamplingParams
 from aspire_llm.sampling.batch import SampleBatch, SampleOutput
 from aspire_llm.sampling.filters import top_probability
 from aspire_llm.sampling.random import Purpose, exponential, keys, uniform
+from aspire_llm.sampling.rows import LastSent
 from aspire_llm.sampling.sampler import Sampler
 from tiny import always_draft_to, prompts_of, requests_for, run, tiny_engine, tiny_model
 
@@ -315,3 +316,13 @@ def test_an_engine_on_the_kernels_gives_the_same_tokens(temperature: float) -> N
     requests = requests_for(model, prompts, params)
     assert run(engine, requests) == plain
     assert sum(r.stats.num_accepted_tokens for r in requests) > 0
+
+
+def test_what_was_sent_last_is_not_sent_again() -> None:
+    sender = LastSent(torch.device(DEVICE))
+    first, same, other, longer = (np.array(a, dtype=np.int32) for a in ([1, 2], [1, 2], [1, 3], [1, 3, 3]))
+    there = sender.send(first)
+    assert there.tolist() == [1, 2]
+    assert sender.send(same) is there
+    for array in (other, longer, same):
+        assert sender.send(array).tolist() == array.tolist()

@@ -41,8 +41,11 @@ class Cycles:
 
     def places(self, keys: Iterable[int]) -> Ints:
         """[R]; a request that is new takes a place."""
-        known = self._places
-        return np.array([known[key] if key in known else self._take(key) for key in keys])
+        known, asked = self._places, list(keys)
+        for key in asked:
+            if key not in known:
+                self._take(key)
+        return np.array([known[key] for key in asked])
 
     def place(self, key: int) -> int | None:
         return self._places.get(key)

@@ -7,7 +7,6 @@ top-k, top-p or min-p go through `Filters`, which makes a float32 copy of their 
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from aspire_llm.sampling.filters import Filters
 from aspire_llm.sampling.kernels import Column, Step, Way, emit, read
 from aspire_llm.sampling.proposals import Proposals
 from aspire_llm.sampling.rejection_kernels import keep_proposals, replace_rejected
-from aspire_llm.sampling.rows import Bools, Ints, Rows, send, upload
+from aspire_llm.sampling.rows import Bools, Ints, LastSent, Rows, upload
 
 
 def choose(
@@ -28,12 +27,14 @@ def choose(
     filters: Filters,
     proposals: Proposals,
     seeds: Tensor,
+    sender: LastSent,
     mode: str,
     widest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, num_emitted and confidence of `SampleOutput`.
 
-    logits: the batch's, edited. greedy: [R]. seeds: int64 [slots]. mode: DraftSampling. widest: the most tokens of a row.
+    logits: the batch's, edited. greedy: [R]. seeds: int64 [slots]. sender: of what is packed for the kernels.
+    mode: DraftSampling. widest: the most tokens of a row.
     """
     num_rows, num_tokens = len(rows.counts), len(rows.token_rows)
     packed = np.empty(len(Column) * num_rows + num_tokens, dtype=np.int32)
@@ -63,7 +64,7 @@ def choose(
         proposals.reserve(rows.slots[proposing])
         proposals.require(rows.slots[verifying])
         columns[Column.BLOCK] = proposals.blocks(rows.slots)
-    sent = send(logits.device, torch.from_numpy(packed))
+    sent = sender.send(packed)
     step = Step(
         logits=logits,
         filtered=filtered,

@@ -65,6 +65,22 @@ def send(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+class LastSent:
+    """Sends arrays of one kind to the device, but not one that is the same as the last: steps repeat themselves. What is given
+    out must not be written."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._array = np.empty(0, dtype=np.int32)
+        self._there = torch.empty(0, dtype=torch.int32, device=device)
+
+    def send(self, array: NDArray[np.int32]) -> Tensor:
+        """int32 [n]. The array is kept: it must not change either."""
+        if not np.array_equal(array, self._array):
+            self._array, self._there = array, send(self._device, torch.from_numpy(array))
+        return self._there
+
+
 def upload(device: torch.device, *arrays: Ints) -> tuple[Tensor, ...]:
     """int64 tensors of one-dimensional arrays, in one copy."""
     packed = torch.from_numpy(np.concatenate([np.asarray(array, dtype=np.int64) for array in arrays]))

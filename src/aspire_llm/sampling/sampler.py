@@ -32,7 +32,7 @@ from aspire_llm.sampling.filters import Filters
 from aspire_llm.sampling.logits import LogitsEdits
 from aspire_llm.sampling.logprobs import token_logprobs
 from aspire_llm.sampling.proposals import Proposals
-from aspire_llm.sampling.rows import Bools, Rows, upload
+from aspire_llm.sampling.rows import Bools, LastSent, Rows, upload
 from aspire_llm.sampling.structured import Grammars
 
 DraftSampling = Literal["rejection", "greedy", "coupled"]
@@ -69,6 +69,7 @@ class Sampler:
         self._proposals = Proposals(max_slots, vocab_size, max_draft_tokens, self._device)
         self._seeds = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
         self._greedy: Bools = np.ones(max_slots, dtype=bool)
+        self._sender = LastSent(self._device)
         self._logprobs: dict[int, int] = {}  # slot -> how many of the likeliest
 
     def validate(self, params: SamplingParams) -> None:
@@ -164,7 +165,9 @@ class Sampler:
 
         greedy = self._greedy[rows.slots]
         widest = self._max_drafts + 1
-        return choose(batch, rows, logits, greedy, self._filters, self._proposals, self._seeds, self._mode, widest)
+        return choose(
+            batch, rows, logits, greedy, self._filters, self._proposals, self._seeds, self._sender, self._mode, widest
+        )
 
     def _sample(
         self, logits: Tensor, rows: Rows, greedy: Bools, token_slots: Tensor, places: Tensor, drafts: Tensor
