@@ -176,18 +176,16 @@ class EngineMetrics:
                 self._price = self._priced.price
 
     def _count_rows(self, plan: StepPlan) -> None:
-        kinds = bytes(
-            [row.kind for row in plan.rows]
-        )  # quicker than a look-up for every row, of which there may be hundreds
+        # There may be hundreds of rows, and a look-up by kind for each would take longer than all of this.
+        kinds = bytes([row.kind for row in plan.rows])
         tokens = [row.num_tokens for row in plan.rows]
         for kind in RowKind:
             count = kinds.count(kind)
-            if count:
-                self._rows[kind] += count
-                one_kind = count == len(kinds)
-                self._row_tokens[kind] += sum(
-                    tokens if one_kind else [n for k, n in zip(kinds, tokens, strict=True) if k == kind]
-                )
+            if count == len(kinds):
+                self._row_tokens[kind] += sum(tokens)
+            elif count:
+                self._row_tokens[kind] += sum([n for k, n in zip(kinds, tokens, strict=True) if k == kind])
+            self._rows[kind] += count
 
     def _count_refresh(self, plan: StepPlan, num_layers: int) -> None:
         """KV tokens that refresh layers read in DRAFT rows (all before the row's reach), mean over all layers, and their time

@@ -241,11 +241,9 @@ class Calibration:
         """[C, NUM_BINS]: drafts of each cycle from its `ends`-th on; None where there are none."""
         parts = [of_cycle[end:] for of_cycle, end in zip(confidences, ends, strict=True)]
         lengths = [len(part) for part in parts]
-        return (
-            counted(np.repeat(np.arange(len(parts)), lengths), binned(parts), len(parts), NUM_BINS)
-            if any(lengths)
-            else None
-        )
+        if not any(lengths):
+            return None
+        return counted(np.repeat(np.arange(len(parts)), lengths), binned(parts), len(parts), NUM_BINS)
 
     def begin(self, place: int) -> None:
         """The place is another request's from now on."""

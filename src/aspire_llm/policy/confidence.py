@@ -39,9 +39,8 @@ class Confidence(PerRequestPolicy):
     def __init__(self, cost: CostModel, reads: ReadModel, max_verify_tokens: int | None = None) -> None:
         super().__init__(cost, reads, max_verify_tokens)
         self._cycles = Cycles()
-        self._outcomes: dict[
-            int, CycleOutcome
-        ] = {}  # by place: not learned from yet, which is done for all of a step at once
+        # By place: what was verified since the last step was planned, to be learned from together.
+        self._outcomes: dict[int, CycleOutcome] = {}
         self._vacant: list[int] = []  # places of requests that have left, once their outcomes are learned from
         self._tokens = self._times = self._batch_rate = 0.0  # of the batch, as of a request
         self._mean_drafts = PRIOR_DRAFTS  # of the batch's cycles

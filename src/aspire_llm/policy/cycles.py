@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from aspire_llm.policy.calibration import NUM_BINS, START, Calibration, DraftOdds
+from aspire_llm.policy.calibration import NUM_BINS, START, Calibration
 from aspire_llm.policy.rows import Floats, Ints
 
 FIRST_PLACES = 16
@@ -62,7 +62,7 @@ class Cycles:
 
     def set_odds(self, places: Ints) -> None:
         """As the calibration has them now."""
-        odds: DraftOdds = self.calibration.odds(places)
+        odds = self.calibration.odds(places)
         self.reject[places] = odds.reject
         self.right[places] = 1.0 - odds.reject
         self.evidence[places] = odds.evidence

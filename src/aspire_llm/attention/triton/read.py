@@ -8,9 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = (
-    4096  # numbers that a program has on their way at once; a few such loads a multiprocessor hide the memory's latency
-)
+BLOCK = 4096  # numbers that a program has on their way at once
 PROGRAMS_EACH = 8  # of a multiprocessor
 
 
