@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aspire_llm import LLM, AsyncLLM, SamplingParams, UserError
+from aspire_llm.engine.outputs import request_metrics
 from aspire_llm.engine.streams import News, OutputStream
 from aspire_llm.engine.thread import EngineThread
 from aspire_llm.request import Request, RequestOutput
@@ -235,13 +236,17 @@ def test_what_goes_over_is_what_is_new(llm: AsyncLLM, monkeypatch: pytest.Monkey
         handed.clear()
         text, tokens, logprobs = ["", ""], [[], []], [[], []]  # type: ignore[var-annotated]
         num_outputs = 0
-        async for output in llm.stream(llm.prepare(PROMPTS[2], params), kind="delta"):
+        prepared = llm.prepare(PROMPTS[2], params)
+        async for output in llm.stream(prepared, kind="delta"):
             num_outputs += 1
+            assert output.metrics is not None
             for choice in output.outputs:
                 text[choice.index] += choice.text
                 tokens[choice.index] += choice.token_ids
                 logprobs[choice.index] += choice.logprobs or []
         assert num_outputs > 10
+        assert output.finished
+        assert output.metrics == request_metrics(prepared.requests)  # exact at the end
         assert sum(handed) == 120
         assert max(handed) <= 2 * 17
         for i, choice in enumerate(whole.outputs):

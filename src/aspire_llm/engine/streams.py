@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ from aspire_llm.request import (
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 """What a reader gets, as in vLLM: all there is so far; what is new since its last output (continuations without news are
-left out); or all of it, once, at the end."""
+left out); or all of it, once, at the end. Metrics of a delta may be a quarter of a second old; those of the last one are not."""
 
+METRICS_SECONDS = 0.25  # they cost more than all else in a delta, which comes with every step
 WAKES = 8  # readers woken in one turn of the event loop: so many at most stand before whatever else runs there
 
 
@@ -30,7 +32,7 @@ class News:
     """What a step brought the continuations of one prompt."""
 
     pieces: list[CompletionOutput]  # new text and tokens of those that changed
-    metrics: RequestMetrics
+    metrics: RequestMetrics | None  # None: those told before will do
     finished: bool  # all of them are
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
@@ -80,6 +82,8 @@ class OutputStream:
         self._wants_logprobs = requests[0].params.logprobs is not None
         self._kept = {i: _Growing() for i in range(len(requests))} if kind != "delta" else {}
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._metrics: RequestMetrics | None = None  # the newest, for the reader
+        self._metrics_due = 0.0  # when the engine's thread tells them next
         self._newest: News | None = None  # not taken yet
         self._ready = asyncio.Event()
 
@@ -99,11 +103,18 @@ class OutputStream:
             prompt_logprobs = [None, *first.prompt_logprobs]  # nothing comes before the first token of a prompt
         return News(
             pieces=[self._piece(request) for request in changed],
-            metrics=request_metrics(self.requests),
+            metrics=self._new_metrics(finished),
             finished=finished,
             error=next((request.error for request in self.requests if request.error is not None), None),
             prompt_logprobs=prompt_logprobs,
         )
+
+    def _new_metrics(self, finished: bool) -> RequestMetrics | None:
+        now = time.monotonic()
+        if self._kind == "delta" and not finished and now < self._metrics_due:
+            return None
+        self._metrics_due = now + METRICS_SECONDS
+        return request_metrics(self.requests)
 
     def _piece(self, request: Request) -> CompletionOutput:
         index = self._places[request.key]
@@ -126,6 +137,8 @@ class OutputStream:
             self._kept.setdefault(piece.index, _Growing()).add(piece)
         if news.prompt_logprobs is not None:
             self._prompt_logprobs = news.prompt_logprobs
+        if news.metrics is not None:
+            self._metrics = news.metrics
         was_empty, self._newest = self._newest is None, news
         return was_empty
 
@@ -149,7 +162,7 @@ class OutputStream:
             outputs=[self._output(index, growing) for index, growing in kept],
             finished=news.finished,
             prompt_logprobs=self._prompt_logprobs,
-            metrics=news.metrics,
+            metrics=self._metrics,
             error=news.error,
         )
 

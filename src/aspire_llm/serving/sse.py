@@ -15,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)  # made once: events are many
 
 
 def event(value: Any) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'), allow_nan=False)}\n\n"
+    return f"data: {ENCODER.encode(value)}\n\n"
 
 
 class EventStream(Response):
