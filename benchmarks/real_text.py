@@ -5,8 +5,8 @@ Usage: python benchmarks/real_text.py SECONDS [--model smollm2-135m] [--requests
 Prompts are pieces of prose, of a dictionary and of Python's library, in equal shares. They are prefilled once, by plain
 decoding; all methods start from these cached prefixes. Greedy, no end of text. Speeds: `whole`, the decoding of the batch to
 the last request's end; `steady`, while at least 90 % of the requests run. Tokens are compared request by request with plain
-decoding's; where they first differ, plain's margin (log-probability of its token less that of the runner-up) and whether the
-other token is that runner-up say why. In bfloat16 a margin of rounding size explains a difference; in float32 there is none.
+decoding's; where they first differ, the margin (how much likelier plain decoding held its likeliest token than the other one)
+says why. In bfloat16 a margin of rounding size explains a difference; in float32, or deterministic, there is none.
 """
 
 from __future__ import annotations

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from aspire_llm.errors import UserError
 from aspire_llm.policy.acceptance import SmoothedRate, expected_tokens
 from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, StepLoad
-from aspire_llm.policy.calibration import Calibration, bins_of
+from aspire_llm.policy.calibration import (
+    BATCH_WEIGHT,
+    NUM_BINS,
+    PRIOR_REJECTION,
+    REQUEST_KEEP,
+    REQUEST_WEIGHT,
+    TREND_CAP,
+    TREND_KEEP,
+    TREND_WEIGHT,
+    Calibration,
+    bins_of,
+)
 from aspire_llm.policy.confidence import Confidence
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
@@ -144,6 +155,35 @@ def test_calibration_learns_each_requests_own_map() -> None:
     both = calibration.odds(at(1, 3))
     for of in (both.reject, both.evidence, both.accept_next):
         assert (of[0] == of[1]).all()
+
+
+def test_cycles_learned_together_are_those_of_draft_after_draft() -> None:
+    """Against the recursion that rates are defined by; only the batch's are those from before all of them."""
+    rng, places, calibration = random.Random(1), [0, 2, 3], Calibration(4)
+    counts = {place: [[0.0] * NUM_BINS for _ in range(2)] for place in places}  # rejected and tried, by bin
+    trends = {place: [TREND_WEIGHT] * 2 for place in places}  # happened and expected
+    batch = [[rate * BATCH_WEIGHT for rate in PRIOR_REJECTION], [BATCH_WEIGHT] * NUM_BINS]
+    for _ in range(30):
+        cycles = [[rng.betavariate(3.0, 0.5) for _ in range(rng.randrange(7))] for _ in places]
+        accepted = [rng.randint(0, len(cycle)) for cycle in cycles]
+        calibration.observe(at(*places), cycles, at(*accepted))
+        rates = [a / b for a, b in zip(*batch, strict=True)]
+        for place, cycle, right in zip(places, cycles, accepted, strict=True):
+            rejected, tried = counts[place]
+            for n, confidence in enumerate(cycle[: right + 1]):
+                b, wrong = bin_of(confidence), float(n == right)
+                rejected[b], tried[b] = REQUEST_KEEP * rejected[b] + wrong, REQUEST_KEEP * tried[b] + 1.0
+                for i, now in enumerate((wrong, rates[b])):
+                    trends[place][i] = TREND_KEEP * trends[place][i] + (1.0 - TREND_KEEP) * TREND_WEIGHT + now
+                batch[0][b] += wrong
+                batch[1][b] += 1.0
+    odds = calibration.odds(at(*places))
+    rates = [a / b for a, b in zip(*batch, strict=True)]
+    for row, place in enumerate(places):
+        trend = trends[place][0] / trends[place][1]
+        for b, (rejected, tried) in enumerate(zip(*counts[place], strict=True)):
+            known = (rejected + REQUEST_WEIGHT * min(trend * rates[b], TREND_CAP)) / (tried + REQUEST_WEIGHT)
+            assert odds.reject[row, b] == pytest.approx(known, rel=1e-9)
 
 
 def test_calibration_counts_nothing_after_the_first_rejection_as_a_draft_that_was_tried() -> None:

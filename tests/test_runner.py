@@ -14,6 +14,7 @@ from aspire_llm.engine.columns import Columns
 from aspire_llm.engine.engine import Step
 from aspire_llm.engine.forward import Described, describe
 from aspire_llm.engine.garbage import RARELY, YOUNG, rare_collections
+from aspire_llm.engine.launched import emitted_tokens
 from aspire_llm.engine.runner import KEPT_STEPS, page_entries
 from aspire_llm.request import RowKind, SamplingParams
 from aspire_llm.scheduler.plan import PageWrite, Row
@@ -51,6 +52,13 @@ def test_rows_as_arrays() -> None:
     assert (renewed, renewed_slots, refreshed, refreshed_slots) == ([0, 1], [3, 0], [2], [5])
     assert (tail.num_logits, tail.all_sampled) == (6, False)
     assert AfterForward.of(Columns.of(rows[::4]), np.zeros(2, dtype=bool), int).all_sampled
+
+
+def test_each_row_has_the_tokens_that_it_emitted() -> None:
+    tokens = np.arange(12).reshape(3, 4)
+    for emitted in ([1, 1, 1], [2, 1, 4], [0, 1, 1], [0, 0, 0]):
+        expected = [tuple(row[:n]) for row, n in zip(tokens.tolist(), emitted, strict=True)]
+        assert emitted_tokens(tokens, np.array(emitted)) == expected
 
 
 def test_prompts_say_nothing_about_the_hosts_pace() -> None:

@@ -35,7 +35,9 @@ PLAIN_STEPS = (
     16  # a request that does not draft has its context renewed once in so many steps; the tail covers the others
 )
 KEPT_WEIGHTS = 64  # tokens of the longest row whose score weights are kept
-KEPT_STEPS = 8  # descriptions of steps: mostly of those in which every request drafts
+KEPT_STEPS = (
+    8  # descriptions of steps, those used last: what comes again is mostly the step in which every request drafts
+)
 PROMPT_LOGPROB_TOKENS = 64  # prompt tokens whose logits exist at once, when prompt logprobs are asked for
 
 
@@ -124,8 +126,9 @@ class Runner:
         pages = [*page_entries(plan.page_writes, self.state.page_table.shape[1])] if plan.page_writes else []
         written = [*pages, *prompts]
         key = (*(column.tobytes() for column in (rows.slots, rows.kinds, rows.counts, rows.samples)), updates.tobytes())
-        known = self._prepared.get(key)
+        known = self._prepared.pop(key, None)
         if known is not None:
+            self._prepared[key] = known  # the newest is the last
             return known, self._uploader.send(written) if written else []
         weights = self._score_weights(rows, updates)
         pad_tokens = self._forward.padded(rows.num_tokens)
@@ -136,7 +139,7 @@ class Runner:
         prepared = Prepared(step, tail, sent[:first], tail.on_device(sent[first:last]))
         if not rows.prefills.any():  # where a prompt's chunk begins is told by its row alone
             if len(self._prepared) == KEPT_STEPS:
-                self._prepared.clear()
+                del self._prepared[next(iter(self._prepared))]
             self._prepared[key] = prepared
         return prepared, sent[last:]
 

@@ -201,7 +201,7 @@ class Calibration:
     """The three maps of a batch and its requests, and what follows what. Requests are named by places, from 0 on: whoever gives
     a place to a request says so by `begin`. A request's odds hold for a cycle: until its next one is observed."""
 
-    def __init__(self, num_places: int = 1) -> None:
+    def __init__(self, num_places: int) -> None:
         self._rejection = RejectionRates(PRIOR_REJECTION, num_places)
         self._next = RejectionRates([PRIOR_NEXT_REJECTION] * (NUM_BINS + 1), num_places)
         self._evidence = WrongTurnEvidence(num_places)
