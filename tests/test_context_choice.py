@@ -137,8 +137,7 @@ def test_selectors_make_the_same_sets_of_scores_in_place(
             scores = StoredScores(LeftScores(left, in_place), rows, int(now.max()))
             if step % 2 == 0:
                 selector.renew(state, slots, now, scores, [step == 0] * len(order))
-            else:
-                selector.refresh(state, slots, now, scores)
+            selector.refresh(state, slots, now, scores)
         ours, theirs = states
         assert torch.equal(ours.tail_starts, theirs.tail_starts)
         assert torch.equal(ours.set_lengths, theirs.set_lengths)

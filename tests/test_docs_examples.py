@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from aspire_llm import LLM, UserError
 from aspire_llm.config import make_config
-from aspire_llm.context.selectors import Selector, SelectorSetting, WindowSelector
+from aspire_llm.context.selectors import Scores, Selector, SelectorSetting, WindowSelector
+from aspire_llm.context.state import ContextState
 from aspire_llm.engine.build import build_engine
 from aspire_llm.engine.engine import Engine
 from aspire_llm.policy.autoregressive import Autoregressive
 from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, StepLoad
 from aspire_llm.policy.simulator import Replay, SimulatedCost, Simulation
 from aspire_llm.policy.trace import shipped_traces
+from aspire_llm.request import RowKind
 from tiny import GREEDY, FixedCost, prompts_of, requests_for, run, tiny_model
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
@@ -95,6 +101,50 @@ def test_a_selector_gets_as_many_prompt_queries_as_it_asks_for(plain: list[list[
     llm = tiny_llm(method="vegas", budget=16, selector_factory=Many)
     assert llm.engine.scheduler.limits.min_last_chunk == 20
     assert decode(llm)[0] == plain
+
+
+class RefreshOnly(WindowSelector):
+    """A window whose refreshes are noted: what is scored at its refresh layer, of which requests."""
+
+    refresh_layers = (1,)
+    prompt_queries = 1
+
+    def __init__(self, setting: SelectorSetting) -> None:
+        self.noted: list[tuple[str, list[int]]] = []
+
+    def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
+        return [0.0] * (num_tokens - 1) + [1.0]
+
+    def renew(
+        self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores, prompt_ended: Sequence[bool]
+    ) -> None:
+        super().renew(state, slots, lengths, scores, prompt_ended)
+        self.noted.append(("renew", slots.tolist()))
+
+    def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
+        self.noted.append(("refresh", slots.tolist()))
+        assert torch.allclose(scores(self.refresh_layers).sum(-1), torch.ones(1, len(slots)), atol=1e-5)  # of all rows
+
+
+def test_who_is_renewed_is_refreshed_then_by_scores_of_the_refresh_layers(plain: list[list[int]]) -> None:
+    made: list[RefreshOnly] = []
+
+    def factory(setting: SelectorSetting) -> Selector:
+        made.append(RefreshOnly(setting))
+        return made[-1]
+
+    assert decode(tiny_llm(method="aspire", budget=16, selector_factory=factory))[0] == plain
+    noted = made[0].noted
+    mixed = alone = False
+    for (name, slots), (after, refreshed) in pairwise(noted):
+        if name == "renew":
+            assert after == "refresh"
+            assert set(slots) <= set(refreshed)
+            mixed |= len(refreshed) > len(slots)
+        else:
+            alone |= after == "refresh"
+    assert mixed  # beside requests that drafted
+    assert alone
 
 
 @pytest.mark.parametrize("late", [False, True])

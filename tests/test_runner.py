@@ -49,7 +49,7 @@ def test_rows_as_arrays() -> None:
     places, sampled, renewed, renewed_slots, refreshed, refreshed_slots = (array.tolist() for array in tail.arrays)
     assert places == [0, 1, 2, -1, 3]
     assert sampled == [0, 1, 2, 6, 7, 10, 0, 0]
-    assert (renewed, renewed_slots, refreshed, refreshed_slots) == ([0, 1], [3, 0], [2], [5])
+    assert (renewed, renewed_slots, refreshed, refreshed_slots) == ([0, 1], [3, 0], [0, 1, 2], [3, 0, 5])
     assert (tail.num_logits, tail.all_sampled) == (6, False)
     assert AfterForward.of(Columns.of(rows[::4]), np.zeros(2, dtype=bool), int).all_sampled
 

@@ -186,7 +186,7 @@ class Recorder:
             scale=shape.attention_scale,
             windows=shape.windows,
             refresh_layers=selector.refresh_layers if selector else (),
-            score_layers=selector.score_layers if selector else (),
+            score_layers=sorted({*selector.score_layers, *selector.refresh_layers}) if selector else (),
         )
         state = SlotState(slots, self._longest, max_drafts, PAGE, self.device)
         contexts = ContextState(shape.num_layers, slots + 1, budget, self.device)

@@ -23,8 +23,8 @@ An engine gives a `StoredScores`, by which `choose_into` can read them without a
 class Selector(Protocol):
     """Renews the context sets of requests from attention scores.
 
-    The runner calls `renew` for requests that were just verified (or whose prompt just ended) and `refresh` for requests
-    that just drafted. Positions at or past `lengths` (the exact ones) never enter a set: the tail covers them.
+    The runner calls `renew` for requests that were just verified (or whose prompt just ended), and then `refresh` for these and
+    for those that just drafted. Positions at or past `lengths` (the exact ones) never enter a set: the tail covers them.
     """
 
     @property
@@ -34,7 +34,7 @@ class Selector(Protocol):
 
     @property
     def refresh_layers(self) -> tuple[int, ...]:
-        """Layers where DRAFT rows read everything and are scored."""
+        """Layers where DRAFT rows read everything; all rows are scored there."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class Selector(Protocol):
         ...
 
     def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
-        """As `renew`, of requests that drafted one token; their lengths have not changed."""
+        """As `renew`, of requests that were renewed just now or drafted one token. scores: of refresh layers."""
         ...
 
 
@@ -170,7 +170,7 @@ class RefreshedSelector(VerifiedSelector):
     by the refresh layers: top-k of the draft token's own attention there, used by every layer (by the nearest refresh layer
     where there are several). A position in both parts counts once.
 
-    A verification re-derives both parts from itself: drafts after a rejected one looked elsewhere.
+    A verification re-derives both parts from itself, since it is refreshed too: drafts after a rejected one looked elsewhere.
     """
 
     def __init__(
@@ -217,7 +217,6 @@ class RefreshedSelector(VerifiedSelector):
             self._verified, self._verified_counts, self._lists[: len(self.score_layers)], scores, self.score_layers,
             slots, lengths, self.num_verified, sinks=sinks, recent=recent, forced=True, tail_starts=state.tail_starts,
         )  # fmt: skip
-        self.refresh(state, slots, lengths, scores)
 
     def refresh(self, state: ContextState, slots: Tensor, lengths: Tensor, scores: Scores) -> None:
         if self.num_refreshed:

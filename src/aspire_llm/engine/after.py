@@ -14,7 +14,7 @@ from aspire_llm.engine.upload import Array
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """R rows. Q of them sample, with N logits in all; V renew their context, D refresh it."""
+    """R rows. Q of them sample, with N logits in all; U update their context: V renew it first, all refresh it."""
 
     places: Tensor  # int32 [R]: which of the Q each row is; -1: none
     sampled_tokens: (
@@ -22,8 +22,8 @@ class OnDevice:
     )
     renewed_rows: Tensor  # int64 [V]: of the batch
     renewed_slots: Tensor  # int64 [V]
-    refreshed_rows: Tensor  # int64 [D]
-    refreshed_slots: Tensor  # int64 [D]
+    refreshed_rows: Tensor  # int64 [U]
+    refreshed_slots: Tensor  # int64 [U]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class AfterForward:
     num_logits: int  # N
     all_sampled: bool  # every token of the batch gets logits: there are no prompts in it
     renewed: Ints  # [V]
-    refreshed: Ints  # [D]
+    refreshed: Ints  # [U]
     arrays: tuple[Array, ...]  # in the order of OnDevice's fields
 
     @staticmethod
     def of(rows: Columns, updates: Bools, padded: Callable[[int], int]) -> AfterForward:
-        """updates [R]: whether the row's attention renews or refreshes its request's context. padded: as
+        """updates [R]: whether the row's attention updates its request's context. padded: as
         `Forward.padded`, since a product of a new size makes a GPU load a kernel and wait for it."""
         num_logits = rows.num_logits
         total = int(num_logits.sum())
@@ -45,8 +45,7 @@ class AfterForward:
         sampled_tokens = np.zeros(padded(total) if total else 0, dtype=np.int64)  # padding: any token
         sampled_tokens[:total] = np.arange(total) + np.repeat(skipped, num_logits)
         places = np.where(rows.samples, np.cumsum(rows.samples) - 1, -1).astype(np.int32)
-        drafts = rows.drafts
-        renewed, refreshed = np.flatnonzero(updates & ~drafts), np.flatnonzero(updates & drafts)
+        renewed, refreshed = np.flatnonzero(updates & ~rows.drafts), np.flatnonzero(updates)
         return AfterForward(
             num_logits=total,
             all_sampled=total == rows.num_tokens,

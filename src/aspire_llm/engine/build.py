@@ -324,7 +324,7 @@ def build_forward(
     """Reference attention run eagerly on the CPU; Triton kernels, in CUDA graphs, on a GPU."""
     shape = decoder.config
     refresh_layers = selector.refresh_layers if selector else ()
-    score_layers = selector.score_layers if selector else ()
+    score_layers = sorted({*selector.score_layers, *refresh_layers}) if selector else ()
     if not uses_triton(config, resolved.device):
         reference = ReferenceBackend(
             pool,

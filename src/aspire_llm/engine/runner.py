@@ -152,7 +152,7 @@ class Runner:
             self.state.tokens[slot, : len(tokens)] = tokens
 
     def _context_updates(self, rows: Columns) -> Bools:
-        """[R]: whether the row's attention renews or refreshes its request's context. Plain decoding must stay as cheap as it
+        """[R]: whether the row's attention updates its request's context. Plain decoding must stay as cheap as it
         is without a context, so its rows do so only now and then."""
         updates = self._drafting[rows.slots] & rows.samples
         plain = updates & rows.verifies & (rows.counts == 1)

@@ -38,6 +38,7 @@ def measure_ceilings(pool: KVPool, dtype: torch.dtype) -> Ceilings | None:
         found: list[float] = []
         for _ in range(REPEATS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            call()  # what is timed is queued behind it, so that the device does not wait for the host
             begin.record()
             call()
             end.record()
