@@ -345,14 +345,14 @@ class TritonBackend:
 
     def _combine(self, batch: AttentionBatch, layer: int, out: Tensor) -> None:
         group_pad, dim_pad = triton.next_power_of_2(self.group), triton.next_power_of_2(self.head_dim)
-        # Few programs take many pieces at once; many share the registers. (But a sum must not depend on the step's tokens.)
+        # Few programs take more pieces at once; many share the registers. (But a sum must not depend on the step's tokens.)
         few = out.shape[0] * self.kv_heads <= 2 * self.tuning.programs and not self.deterministic
-        elements, warps = (8192, 4) if few else (2048, 2)
+        elements = 4096 if few else 2048
         combine_kernel[(out.shape[0], self.kv_heads)](
             self.part_acc, self.part_max, self.part_sum, self.token_parts, batch.row_offsets, out, self.lse,
             batch.slots.shape[0], self.num_heads, out.stride(0), out.stride(1), self.pool.value_scales[layer],
             KV_HEADS=self.kv_heads, GROUP=self.group, G_PAD=group_pad, D=self.head_dim, D_PAD=dim_pad, ROWS=self.rows,
-            AT_ONCE=max(1, min(16, elements // (group_pad * dim_pad))), num_warps=warps,
+            AT_ONCE=max(1, min(16, elements // (group_pad * dim_pad))), num_warps=2,
         )  # fmt: skip
 
     def _score(self, batch: AttentionBatch, layer: int, q: Tensor) -> None:
