@@ -213,6 +213,8 @@ def test_requests_asked_together_are_answered_as_each_alone() -> None:
             for key, (pending, known) in state.items()
         ]
         costs = RowCosts.of_step(long_context(), READS, len(views), NO_LOAD)
+        together._learn()
+        alone._learn()
         answers = together._want_drafts(views, costs)
         assert answers == [alone._want_drafts([view], costs)[0] for view in views]
         for view, drafts in zip(views, answers, strict=True):
@@ -227,6 +229,21 @@ def test_requests_asked_together_are_answered_as_each_alone() -> None:
                 alone.observe_cycle(outcome)
         assert together.price == pytest.approx(alone.price, rel=1e-12)
     assert 200 < drafted < 60 * 40 - 200
+
+
+@pytest.mark.parametrize(("verified", "steps"), [(1, 4), (2, 1), (8, 1)])
+def test_outcomes_are_learned_from_once_a_quarter_has_one_or_after_four_steps(verified: int, steps: int) -> None:
+    policy = Confidence(long_context(), READS)
+    views = [RequestView(key, LENGTH, 0, (), 16) for key in range(8)]
+    policy.decide(views, NO_LOAD)
+    policy._learn()
+    before = policy.price
+    for key in range(verified):
+        policy.observe_cycle(CycleOutcome(key, 8, 8, (0.999,) * 8))
+    for _ in range(steps):
+        assert policy.price == before
+        policy.decide(views, NO_LOAD)
+    assert policy.price > before
 
 
 # --- draft lengths

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import random
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
+from aspire_llm.context.selectors import WindowSelector
 from aspire_llm.engine.after import AfterForward
 from aspire_llm.engine.columns import Columns
 from aspire_llm.engine.engine import Step
@@ -16,6 +18,7 @@ from aspire_llm.engine.forward import Described, describe
 from aspire_llm.engine.garbage import RARELY, YOUNG, rare_collections
 from aspire_llm.engine.launched import emitted_tokens
 from aspire_llm.engine.runner import KEPT_STEPS, page_entries
+from aspire_llm.engine.score_weights import KEPT, ScoreWeights
 from aspire_llm.request import RowKind, SamplingParams
 from aspire_llm.scheduler.plan import PageWrite, Row
 from tiny import plain_tokens, prompts_of, requests_for, tiny_engine, tiny_model
@@ -52,6 +55,35 @@ def test_rows_as_arrays() -> None:
     assert (renewed, renewed_slots, refreshed, refreshed_slots) == ([0, 1], [3, 0], [0, 1, 2], [3, 0, 5])
     assert (tail.num_logits, tail.all_sampled) == (6, False)
     assert AfterForward.of(Columns.of(rows[::4]), np.zeros(2, dtype=bool), int).all_sampled
+
+
+def test_score_weights_are_those_of_the_selector() -> None:
+    def weigh(kind: RowKind, num_tokens: int) -> list[float]:
+        return [100.0 * int(kind) + num_tokens + 0.5 * i for i in range(num_tokens)]
+
+    asked: list[tuple[RowKind, int]] = []
+
+    class Weighing(WindowSelector):
+        def query_weights(self, kind: RowKind, num_tokens: int) -> list[float]:
+            asked.append((kind, num_tokens))
+            return weigh(kind, num_tokens)
+
+    weights, rng = ScoreWeights(Weighing()), random.Random(0)
+    for size in (1, 7, 40):
+        rows = tuple(
+            Row(slot, 0, kind, 1 if kind is D else rng.choice((1, 2, 9, KEPT - 1, KEPT, KEPT + 1, 200)))
+            for slot, kind in enumerate(rng.choices((P, D, V), k=size))
+        )
+        for updates in (np.zeros(size, bool), np.ones(size, bool), np.array(rng.choices((True, False), k=size))):
+            found = weights.of(Columns.of(rows), updates)
+            expected = [
+                weight if update else 0.0
+                for row, update in zip(rows, updates.tolist(), strict=True)
+                for weight in weigh(row.kind, row.num_tokens)
+            ]
+            assert (found.dtype, found.tolist()) == (np.float32, expected)
+    short = [shape for shape in asked if shape[1] <= KEPT]
+    assert len(short) == len(set(short)) < len(asked)  # once each
 
 
 def test_each_row_has_the_tokens_that_it_emitted() -> None:

@@ -24,14 +24,31 @@ KINDS = tuple(RowKind)
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A step as the host describes it: R rows and T tokens, padding included."""
+    """A step as the host describes it."""
 
-    kinds: tuple[RowKind, ...]  # [R], of the real rows only
-    num_tokens: tuple[int, ...]  # [R], likewise
-    scored_rows: tuple[int, ...]
-    num_scored_tokens: int
+    rows: Columns
+    weights: Floats  # score weight of each token
     scores_verified: bool  # whether any scored row is no draft
-    arrays: tuple[Array, ...]  # those of StepRows, int32; then score weights, float32 [T]
+    arrays: tuple[Array, ...]  # with padding: those of StepRows, int32; then score weights, float32
+
+    # What follows is asked for only where the step is not replayed.
+
+    @property
+    def kinds(self) -> tuple[RowKind, ...]:
+        return tuple(map(KINDS.__getitem__, self.rows.kinds.tolist()))
+
+    @property
+    def num_tokens(self) -> tuple[int, ...]:
+        return tuple(self.rows.counts.tolist())
+
+    @property
+    def scored_rows(self) -> tuple[int, ...]:
+        scored = np.flatnonzero(self.weights)
+        return tuple(sorted(set((np.searchsorted(self.rows.offsets, scored, side="right") - 1).tolist())))
+
+    @property
+    def num_scored_tokens(self) -> int:
+        return int(np.count_nonzero(self.weights))
 
 
 def describe(rows: Columns, weights: Floats, pad_rows: int, pad_tokens: int, scratch_slot: int) -> Described:
@@ -47,16 +64,10 @@ def describe(rows: Columns, weights: Floats, pad_rows: int, pad_tokens: int, scr
     offsets[:num_rows] = rows.offsets
     padded = np.zeros(max(pad_tokens, total), dtype=np.float32)
     padded[:total] = weights
-    scored_tokens = np.flatnonzero(weights)
-    is_scored = np.zeros(num_rows, dtype=bool)
-    is_scored[np.searchsorted(rows.offsets, scored_tokens, side="right") - 1] = True
-    scored = np.flatnonzero(is_scored)
     return Described(
-        kinds=tuple(map(KINDS.__getitem__, rows.kinds.tolist())),
-        num_tokens=tuple(rows.counts.tolist()),
-        scored_rows=tuple(scored.tolist()),
-        num_scored_tokens=len(scored_tokens),
-        scores_verified=bool((rows.kinds[scored] != int(RowKind.DRAFT)).any()),
+        rows=rows,
+        weights=weights,
+        scores_verified=bool(weights[np.repeat(~rows.drafts, rows.counts)].any()),
         arrays=(slots, kinds, starts, offsets, padded),
     )
 

@@ -18,14 +18,15 @@ from aspire_llm.attention.backend import AttentionPlan, StoredScores
 from aspire_llm.context.selectors import Selector
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.after import AfterForward, OnDevice
-from aspire_llm.engine.columns import Bools, Columns, Floats, Ints
+from aspire_llm.engine.columns import Bools, Columns, Ints
 from aspire_llm.engine.forward import Described, Forward, Forwarded, describe
 from aspire_llm.engine.launched import Launched, StepClock
+from aspire_llm.engine.score_weights import ScoreWeights
 from aspire_llm.engine.slot_ops import StepRows, settle
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.engine.upload import Array, Uploader
 from aspire_llm.models.decoder import Decoder
-from aspire_llm.request import RowKind, TokenLogprobs
+from aspire_llm.request import TokenLogprobs
 from aspire_llm.sampling.batch import SampleBatch, SampleOutput
 from aspire_llm.sampling.logprobs import token_logprobs
 from aspire_llm.sampling.sampler import Sampler
@@ -34,7 +35,6 @@ from aspire_llm.scheduler.plan import PageWrite, StepPlan, StepResult
 PLAIN_STEPS = (
     16  # a request that does not draft has its context renewed once in so many steps; the tail covers the others
 )
-KEPT_WEIGHTS = 64  # tokens of the longest row whose score weights are kept
 KEPT_STEPS = (
     8  # descriptions of steps, those used last: what comes again is mostly the step in which every request drafts
 )
@@ -74,7 +74,7 @@ class Runner:
         self._drafting = np.zeros(state.num_slots, dtype=bool)  # host: the request in this slot may draft
         # host: verifications without drafts since the context was renewed
         self._plain_steps = np.zeros(state.num_slots, dtype=np.int64)
-        self._weights: dict[tuple[int, int], Floats] = {}  # by kind and tokens of a row
+        self._weights = None if selector is None else ScoreWeights(selector)
         self._prepared: dict[tuple[bytes, ...], Prepared] = {}  # by their rows
         self._prompt_logprobs: list[int | None] = [None] * state.num_slots  # host: how many, for prompt tokens
         self._prompt_ends = [0] * state.num_slots  # host
@@ -130,7 +130,7 @@ class Runner:
         if known is not None:
             self._prepared[key] = known  # the newest is the last
             return known, self._uploader.send(written) if written else []
-        weights = self._score_weights(rows, updates)
+        weights = self._weights.of(rows, updates) if self._weights else np.zeros(rows.num_tokens, dtype=np.float32)
         pad_tokens = self._forward.padded(rows.num_tokens)
         step = describe(rows, weights, self._forward.pad_rows, pad_tokens, self.state.num_slots)
         tail = AfterForward.of(rows, updates, self._forward.padded)
@@ -160,28 +160,6 @@ class Runner:
         updates &= ~(plain & (self._plain_steps[rows.slots] < PLAIN_STEPS))
         self._plain_steps[rows.slots[updates]] = 0
         return updates
-
-    def _score_weights(self, rows: Columns, updates: Bools) -> Floats:
-        """[T]: score weight of each token; 0 in rows whose context is not updated."""
-        weights = np.zeros(rows.num_tokens, dtype=np.float32)
-        updating = np.flatnonzero(updates)
-        shapes = rows.counts[updating] * len(RowKind) + rows.kinds[updating]
-        for shape in set(shapes.tolist()):  # rows of one kind and number of tokens have the same weights
-            count, kind = divmod(shape, len(RowKind))
-            offsets = rows.offsets[updating[shapes == shape]]
-            weights[offsets[:, None] + np.arange(count)] = self._weights_of(kind, count)
-        return weights
-
-    def _weights_of(self, kind: int, num_tokens: int) -> Floats:
-        """The selector's answer. Kept, but for the many lengths of prompt chunks."""
-        assert self.selector is not None  # without one no context is updated
-        known = self._weights.get((kind, num_tokens))
-        if known is not None:
-            return known
-        weights = np.array(self.selector.query_weights(RowKind(kind), num_tokens), dtype=np.float32)
-        if num_tokens <= KEPT_WEIGHTS:
-            self._weights[kind, num_tokens] = weights
-        return weights
 
     # ---- after the forward
 

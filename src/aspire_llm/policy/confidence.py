@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from aspire_llm.policy.base import CycleOutcome, RequestView
+from aspire_llm.policy.base import Action, CycleOutcome, RequestView, StepLoad
 from aspire_llm.policy.calibration import START, bins_of
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.cycles import Cycles
@@ -31,6 +31,9 @@ PRICE_KEEP = 0.95  # of a request's past, each cycle: it remembers about 20; the
 PRIOR_CYCLES = 5.0  # plain tokens' worth of time that the batch's price counts for a request
 BATCH_KEEP = 0.999
 PRIOR_DRAFTS = 4.0
+# Learning takes the host as long for many outcomes as for few, so it waits until a quarter of the requests has one, but no longer
+# than so many steps.
+LEARN_SHARE, LEARN_STEPS = 0.25, 4
 
 
 class Confidence(PerRequestPolicy):
@@ -39,17 +42,22 @@ class Confidence(PerRequestPolicy):
     def __init__(self, cost: CostModel, reads: ReadModel, max_verify_tokens: int | None = None) -> None:
         super().__init__(cost, reads, max_verify_tokens)
         self._cycles = Cycles()
-        # By place: what was verified since the last step was planned, to be learned from together.
-        self._outcomes: dict[int, CycleOutcome] = {}
+        self._outcomes: dict[int, CycleOutcome] = {}  # by place: verified, and not learned from yet
+        self._waited = 0  # steps, for outcomes to be learned from
         self._vacant: list[int] = []  # places of requests that have left, once their outcomes are learned from
         self._tokens = self._times = self._batch_rate = 0.0  # of the batch, as of a request
         self._mean_drafts = PRIOR_DRAFTS  # of the batch's cycles
+
+    def decide(self, requests: Sequence[RequestView], prefill: StepLoad) -> list[Action]:
+        self._waited += 1
+        if len(self._outcomes) >= LEARN_SHARE * len(requests) or self._waited >= LEARN_STEPS:
+            self._learn()
+        return super().decide(requests, prefill)
 
     def _wants_draft(self, view: RequestView, costs: RowCosts) -> bool:
         return self._want_drafts([view], costs)[0]
 
     def _want_drafts(self, views: Sequence[RequestView], costs: RowCosts) -> list[bool]:
-        self._learn()
         cycles = self._cycles
         at = cycles.places([view.key for view in views])
         pending = np.array([view.pending for view in views])
@@ -127,7 +135,8 @@ class Confidence(PerRequestPolicy):
         self._outcomes[place] = outcome
 
     def _learn(self) -> None:
-        """From the outcomes since the last step was planned, at most one of each request."""
+        """From the outcomes since the last time, at most one of each request."""
+        self._waited = 0
         if self._outcomes:
             cycles, outcomes = self._cycles, list(self._outcomes.values())
             at = np.fromiter(self._outcomes, np.int64, len(outcomes))
