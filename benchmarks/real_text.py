@@ -72,6 +72,8 @@ class Decoded:
     steady_tokens_per_s: float
     steady_steps: int
     steady_step_ms: float
+    device_step_ms: float  # of these steps, on the device's own clock: what remains is its waiting for the host
+    host_loop_ms: float  # a loop of Python that is always the same: how fast the host's processor is now
     longest_steps_ms: list[float]
 
     @property
@@ -118,10 +120,18 @@ def prompts_of(llm: LLM, kinds: dict[str, str], requests: int, length: int) -> l
     return made
 
 
+def host_loop_ms() -> float:
+    began, total = time.perf_counter(), 0
+    for i in range(100_000):
+        total += i * i
+    return 1e3 * (time.perf_counter() - began)
+
+
 def decode(llm: LLM, prompts: Sequence[list[int]], tokens: int, logprobs: int | None = None) -> Decoded:
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs)
     groups = [llm.inputs.requests(prompt, params) for prompt in prompts]
-    walls: list[tuple[float, int, int]] = []  # seconds, new tokens, requests running
+    walls: list[tuple[float, int, int, float]] = []  # seconds, new tokens, requests running, seconds of the device
+    loop = host_loop_ms()
     last = time.perf_counter()
 
     def on_step(step: Step) -> None:
@@ -130,7 +140,7 @@ def decode(llm: LLM, prompts: Sequence[list[int]], tokens: int, logprobs: int | 
         decoding = step.plan is not None and all(row.kind is not RowKind.PREFILL for row in step.plan.rows)
         if decoding and step.result is not None:
             new = sum(progress.num_new_tokens for progress in step.progress)
-            walls.append((now - last, new, len(llm.engine.scheduler.running)))
+            walls.append((now - last, new, len(llm.engine.scheduler.running), step.result.seconds))
         last = now
 
     llm.run(groups, [None] * len(groups), on_step)
@@ -146,6 +156,8 @@ def decode(llm: LLM, prompts: Sequence[list[int]], tokens: int, logprobs: int | 
         sum(w[1] for w in steady) / seconds,
         len(steady),
         1e3 * seconds / len(steady),
+        1e3 * sum(w[3] for w in steady) / len(steady),
+        (loop + host_loop_ms()) / 2,
         [round(1e3 * w[0], 1) for w in sorted(steady, reverse=True)[:5]],
     )
 
@@ -191,6 +203,8 @@ def method_row(runs: Sequence[Decoded], plain: Sequence[Decoded], scored: Decode
         "whole_speedup": summary([a.whole_tokens_per_s / b.whole_tokens_per_s for a, b in pairs]),
         "steady_speedup": summary([a.steady_tokens_per_s / b.steady_tokens_per_s for a, b in pairs]),
         "steady_step_ms": summary([run.steady_step_ms for run in runs]),
+        "device_step_ms": summary([run.device_step_ms for run in runs]),
+        "host_loop_ms": [round(run.host_loop_ms, 2) for run in runs],
         "longest_steps_ms": [run.longest_steps_ms for run in runs],
         "mean_accepted_length": total.mean_acceptance_length,
         "mean_draft_length": total.num_draft_tokens / total.num_drafts if total.num_drafts else 0.0,
@@ -214,6 +228,8 @@ def show(method: str, row: dict[str, Any]) -> None:
         f"  equal {row['equal_requests']}/{row['requests']}, explained {row['explained']}/{row['requests'] - row['equal_requests']}"
         + (f" (margins to {margins[-1]:.3f})" if margins else "")
         + f"  distinct {row['distinct_ratio']:.2f}, {row['repetitive_requests']} repetitive"
+        + f"  step {shown(row['steady_step_ms'])} ms, device {shown(row['device_step_ms'])}"
+        + f"  host's loop {min(row['host_loop_ms'])}-{max(row['host_loop_ms'])} ms"
     )
 
 

@@ -13,9 +13,12 @@ of one context set share a runner, so nothing differs between them but the polic
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -46,11 +49,6 @@ from aspire_llm.policy.trace_synthetic import synthetic_trace
 PLAIN = "plain"
 COMPARED = (PLAIN, "magicdec-window", "vegas", "sparsespec", "aspire-fsm", "aspire-ema", "aspire")
 CELLS = ((32, 16384), (16, 32768), (6, 90000))
-VLLM_TOKENS_PER_S = {
-    ("qwen3-8b", 32, 16384): 1424,
-    ("qwen3-8b", 16, 32768): 694,
-    ("qwen3-8b", 6, 90000): 197,
-}  # FINDINGS
 BUDGET = 512
 WINDOW_TOKENS = 128  # new tokens a request, mean, in a measured stretch
 SKIPPED = 48  # steps before it, in which policies learn
@@ -172,6 +170,15 @@ def run_cell(
     return runs
 
 
+def vllm_tokens_per_s(shape: str, cell: tuple[int, int]) -> float | None:
+    """Median of `vllm_decode.py`, if it was run for the shape: vllm-SHAPE.json of the results."""
+    path = Path(__file__).parent / "results" / "h200" / f"vllm-{shape}.json"
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())["cells"].get(f"{cell[0]}x{cell[1]}")
+    return median(found["tokens_per_s"]) if found else None
+
+
 def summarise(runs: Mapping[str, Sequence[dict[str, Any]]], vllm: float | None) -> dict[str, Any]:
     rows = {}
     for method, of_method in runs.items():
@@ -185,7 +192,7 @@ def summarise(runs: Mapping[str, Sequence[dict[str, Any]]], vllm: float | None) 
             "mean_accepted_length": summary([run["mean_accepted_length"] for run in of_method]),
             "mean_draft_length": summary([run["mean_draft_length"] for run in of_method]),
             "step_ms": summary([run["step_ms"] for run in of_method]),
-            "over_vllm_of_findings": summary(speeds)["median"] / vllm if vllm else None,
+            "over_vllm": summary(speeds)["median"] / vllm if vllm else None,
             "runs": list(of_method),
         }
     return rows
@@ -193,7 +200,7 @@ def summarise(runs: Mapping[str, Sequence[dict[str, Any]]], vllm: float | None) 
 
 def print_rows(where: str, rows: Mapping[str, Any]) -> None:
     for method, row in rows.items():
-        over = row["over_vllm_of_findings"]
+        over = row["over_vllm"]
         say(
             f"{where:42} {method:16} {shown(row['tokens_per_s'], 0):>20} tok/s  {shown(row['speedup']):>18}x"
             f"  accepted {shown(row['mean_accepted_length']):>20}  draft {row['mean_draft_length']['median']:5.2f}"
@@ -216,7 +223,7 @@ def main() -> None:
     window = WINDOW_TOKENS if GPU else 24
     report = Report("table-" + "-".join([*shapes, *modes]))
     report.data["note"] = (
-        "REPLAYED acceptance, dummy weights, random K/V; vLLM's figures are those of shared FINDINGS, not of this run"
+        "REPLAYED acceptance, dummy weights, random K/V; over_vllm: over the medians of vllm-SHAPE.json, not of this run"
     )
     report.data["settings"] = {
         "budget": BUDGET,
@@ -244,7 +251,7 @@ def main() -> None:
             with report.part(f"{shape} {cell[0]}x{cell[1]} {mode}"):
                 runs = run_cell(llms, cell, mode, repeats, window, limit.share(len(jobs) - i), plain_runs.get(cell, ()))
                 plain_runs.setdefault(cell, list(runs[PLAIN]))
-                rows = summarise(runs, VLLM_TOKENS_PER_S.get((shape, *cell)))
+                rows = summarise(runs, vllm_tokens_per_s(shape, cell))
                 report.data.setdefault("cells", {}).setdefault(shape, {}).setdefault(f"{cell[0]}x{cell[1]}", {})[
                     mode
                 ] = rows
