@@ -24,7 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from aspire_llm.attention.triton.backend import TritonBackend, Tuning
-from aspire_llm.attention.triton.top_k import merge_sets, top_k
+from aspire_llm.attention.triton.read import SPAN, read
+from aspire_llm.attention.triton.top_k import merge_sets, top_k, top_k_stored
 from aspire_llm.bench.replay import ReplaySampler
 from aspire_llm.engine.slot_ops import StepRows, gather, settle
 from aspire_llm.engine.slots import SlotState
@@ -102,6 +103,30 @@ def top_k_of(lengths: list[int], k: int, longest: int) -> None:
         counts=counts,
     )
     assert counts.tolist() == [min(k, n) for n in lengths]
+
+
+def stored_top_k(longest: int) -> None:
+    """As a step of the engine has it: rows and layers of what attention left, into slots."""
+    scores = torch.rand(3, 5, longest + 3, device=DEVICE)
+    layers, rows, slots = (torch.tensor(x, device=DEVICE) for x in ([2, 0], [4, 1, 3], [6, 0, 5]))
+    lengths = torch.tensor([longest, 1, longest // 2], device=DEVICE)
+    out = torch.full((2, 7, 40), -1, dtype=torch.int32, device=DEVICE)
+    counts, tails = (torch.zeros(*shape, dtype=torch.int32, device=DEVICE) for shape in ((2, 7), (7,)))
+    top_k_stored(
+        scores, layers, rows, longest, lengths, 32, n_sinks=2, n_recent=3,
+        out=out, counts=counts, out_layers=torch.tensor([1, 0], device=DEVICE), slots=slots, tails=tails,
+    )  # fmt: skip
+    assert tails[slots].tolist() == lengths.tolist()
+    assert counts[:, slots].tolist() == [[32, 1, 32]] * 2
+    best = out[1, 6, :32].sort().values  # of layer 2, row 4
+    ranked = scores[2, 4, :longest].clone()
+    ranked[:2], ranked[-3:] = 2.0, 2.0
+    assert torch.equal(best.long(), ranked.topk(32).indices.sort().values)
+
+
+def reading() -> None:
+    numbers = torch.ones(2 * SPAN + 9, dtype=torch.int32, device=DEVICE)
+    assert int(read(numbers).sum()) == 2 * SPAN
 
 
 def merged() -> None:
@@ -225,6 +250,9 @@ def cases() -> dict[str, Callable[[], None]]:
         "attention, pages of 16": lambda: attention(UNSCORED, page=16),
         "top-k, one chunk": lambda: top_k_of([0, 1, 20, 500, 999], 128, 1000),
         "top-k, several chunks": lambda: top_k_of([30000, 9000, 1] if GPU else [9000], 256, 30000 if GPU else 9000),
+        "top-k, of stored scores": lambda: stored_top_k(1000),
+        "top-k, of stored scores, several chunks": lambda: stored_top_k(30000 if GPU else 9000),
+        "reading": reading,
         "union of sets": merged,
         "element-wise": lambda: element_wise(TritonOps(), 5, 320, 12, 9, 64),
         "element-wise, 96 wide heads": lambda: element_wise(TritonOps(), 3, 200, 5, 4, 96),

@@ -19,6 +19,9 @@ from aspire_llm.sampling.rejection_kernels import keep_proposals, replace_reject
 from aspire_llm.sampling.rows import Bools, Ints, LastSent, Rows, upload
 
 
+NO_ROWS: Bools = np.zeros(0, dtype=bool)
+
+
 def choose(
     batch: SampleBatch,
     rows: Rows,
@@ -59,8 +62,9 @@ def choose(
             part = filters.needed[rows.slots] & sampled
             columns[Column.FILTERED], filtered = filter_rows(rows, part, logits, filters)
             temperatures[part] = 1  # applied
-    proposing, verifying = ways == Way.PROPOSE, ways == Way.VERIFY
+    proposing = verifying = NO_ROWS
     if mode == "rejection":
+        proposing, verifying = ways == Way.PROPOSE, ways == Way.VERIFY
         proposals.reserve(rows.slots[proposing])
         proposals.require(rows.slots[verifying])
         columns[Column.BLOCK] = proposals.blocks(rows.slots)
