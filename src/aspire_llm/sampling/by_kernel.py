@@ -18,7 +18,6 @@ from aspire_llm.sampling.proposals import Proposals
 from aspire_llm.sampling.rejection_kernels import keep_proposals, replace_rejected
 from aspire_llm.sampling.rows import Bools, Ints, LastSent, Rows, upload
 
-
 NO_ROWS: Bools = np.zeros(0, dtype=bool)
 
 
