@@ -20,6 +20,8 @@ from aspire_llm.policy.trace import read_traces
 from saved_model import save_tiny_model
 from tiny import prompts_of, tiny_model
 
+pytestmark = pytest.mark.usefixtures("data_home")
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -31,11 +33,6 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     text.write_text("".join(f"{i} green bottles, standing on wall {i * i}. " for i in range(60)))
     model = save_tiny_model(folder / "model")
     return ["--model", str(model), "--dataset", str(text), "--prompt-tokens", "100-140", "--requests", "3"]
-
-
-@pytest.fixture(autouse=True)
-def data_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
 
 
 def analyze(tmp_path: Path, command: str, *arguments: str) -> Any:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from aspire_llm.attention.reference import ReferenceBackend
 from aspire_llm.cache.pool import KVPool
 from aspire_llm.config import SelectorName
-from aspire_llm.context.selectors import Selector, make_selector
+from aspire_llm.context.selectors import Selector, make_selector, scored_layers
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.forward import EagerForward
 from aspire_llm.engine.runner import Runner
@@ -186,7 +186,7 @@ class Recorder:
             scale=shape.attention_scale,
             windows=shape.windows,
             refresh_layers=selector.refresh_layers if selector else (),
-            score_layers=sorted({*selector.score_layers, *selector.refresh_layers}) if selector else (),
+            score_layers=scored_layers(selector),
         )
         state = SlotState(slots, self._longest, max_drafts, PAGE, self.device)
         contexts = ContextState(shape.num_layers, slots + 1, budget, self.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -79,9 +80,7 @@ def read_bandwidths(device: torch.device, repeats: int) -> list[float]:
     if device.type == "cuda":
         from aspire_llm.attention.triton.read import read
 
-        def body() -> object:
-            return read(numbers)
-
+        body = partial(read, numbers)
     case = Case("sum", "device", numbers.nbytes, 0, body)
     return [case.bytes / seconds for seconds in timings(case, device, repeats)]
 

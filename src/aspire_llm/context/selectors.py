@@ -57,6 +57,11 @@ class Selector(Protocol):
         ...
 
 
+def scored_layers(selector: Selector | None) -> tuple[int, ...]:
+    """Layers where rows that read everything are scored, in order."""
+    return () if selector is None else tuple(sorted({*selector.score_layers, *selector.refresh_layers}))
+
+
 @dataclass(frozen=True, slots=True)
 class SelectorSetting:
     """What an engine tells the maker of a selector."""

@@ -13,7 +13,7 @@ from aspire_llm.cache.pages import PageAllocator
 from aspire_llm.cache.pool import KVPool
 from aspire_llm.config import EngineConfig
 from aspire_llm.context.profile import Profile, find_profile
-from aspire_llm.context.selectors import Selector, SelectorFactory, SelectorSetting, make_selector
+from aspire_llm.context.selectors import Selector, SelectorFactory, SelectorSetting, make_selector, scored_layers
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.calibrate import calibrate, prior_cost
 from aspire_llm.engine.engine import Engine
@@ -324,7 +324,7 @@ def build_forward(
     """Reference attention run eagerly on the CPU; Triton kernels, in CUDA graphs, on a GPU."""
     shape = decoder.config
     refresh_layers = selector.refresh_layers if selector else ()
-    score_layers = sorted({*selector.score_layers, *refresh_layers}) if selector else ()
+    score_layers = scored_layers(selector)
     if not uses_triton(config, resolved.device):
         reference = ReferenceBackend(
             pool,
