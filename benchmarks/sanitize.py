@@ -44,6 +44,10 @@ HALF = torch.bfloat16 if GPU else torch.float16  # the interpreter has no bfloat
 PREFILL, DRAFT, VERIFY = RowKind.PREFILL, RowKind.DRAFT, RowKind.VERIFY
 
 
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
 def ends(n: int) -> tuple[float, ...]:
     """Score weights of a verification of n tokens: its first and last."""
     return (1.0,) if n == 1 else (0.5, *([0.0] * (n - 2)), 0.5)
@@ -195,10 +199,6 @@ def slot_arithmetic() -> None:
     state = SlotState(4, 100, 4, 16, torch.device(DEVICE))
     state.on_kernels = True
     state.computed[:3], state.pending[:3] = 9, 2
-
-    def ints(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
     kinds = ints(DRAFT, VERIFY, *[PREFILL] * 3)
     rows = StepRows(ints(0, 1, 2, 4, 4), kinds, ints(0, 0, 5, 0, 0), ints(0, 1, 4, 40, 40, 40))
     gathered = gather(state, rows, 44)
@@ -223,6 +223,20 @@ def sampling(mode: DraftSampling) -> None:
         out = sampler.run(SampleBatch((kind,) * 3, (0, 1, 2), (count,) * 3, logits, places.repeat(3), history))
         history[:, 11] = out.tokens[:, 0]
         assert bool((out.tokens < vocab_size).all() & (out.num_emitted >= 1).all() & out.confidence.isfinite().all())
+
+
+def by_row() -> None:
+    """A step's end as a graph holds it: a greedy draft, a sampled verification, a row of padding."""
+    vocab_size = 5000 if GPU else 70
+    sampler = Sampler(2, vocab_size, DEVICE, "coupled", max_draft_tokens=4)
+    sampler.on_kernels = True
+    for slot, temperature in enumerate((0.0, 0.8)):
+        sampler.admit(slot, SamplingParams(temperature=temperature), slot, [1])
+    history = torch.zeros(3, 40, dtype=torch.int64, device=DEVICE)
+    places = torch.tensor([11, 9, 10, 11, 0, 0], device=DEVICE)
+    logits = torch.randn(6, vocab_size, device=DEVICE).to(HALF)
+    out = sampler.run_rows(ints(0, 1, 2), ints(DRAFT, VERIFY, PREFILL), ints(0, 1, 4, 4), logits, places, history)
+    assert bool((out.tokens[:2] < vocab_size).all() & (out.num_emitted[:2] >= 1).all())
 
 
 def replayed() -> None:
@@ -260,6 +274,7 @@ def cases() -> dict[str, Callable[[], None]]:
         "streamed products": streamed_products,
         "slot arithmetic": slot_arithmetic,
         **{f"sampling, {mode}": partial(sampling, mode) for mode in get_args(DraftSampling)},
+        "sampling, by row": by_row,
         "replayed decisions": replayed,
     }  # fmt: skip
     if GPU:

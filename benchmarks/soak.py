@@ -21,6 +21,7 @@ from common import GPU, Deadline, Report, say
 from shapes import SHAPES, model_folder
 
 from aspire_llm import LLM, SamplingParams
+from aspire_llm.engine.columns import Ints
 from aspire_llm.request import Request
 from aspire_llm.sampling.batch import SampleBatch, SampleOutput
 
@@ -39,6 +40,9 @@ class FaultySampler:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def runs_by_row(self, slots: Ints) -> bool:
+        return not self.fail_next and bool(self._inner.runs_by_row(slots))
 
     def run(self, batch: SampleBatch) -> SampleOutput:
         if self.fail_next:

@@ -55,7 +55,7 @@ def test_what_the_widest_step_takes_grows_with_it() -> None:
         replace(limits, max_model_len=32_768),
     ):
         assert beside(shape, larger) > least
-    assert beside(replace(shape, vocab_size=150_000), limits) == least + 64 * 100_000 * (2 + 8)
+    assert beside(replace(shape, vocab_size=150_000), limits) == least + 64 * 100_000 * (2 + 8 + 2)
     assert beside(shape, replace(limits, max_draft_tokens=0), "plain") < least  # no scores, no sets
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from aspire_llm.bench.replay_decide import TraceState, decide_by_kernel, decide_in_torch
+from aspire_llm.engine.columns import Ints
 from aspire_llm.engine.upload import Uploader
 from aspire_llm.policy.trace import Trace
 from aspire_llm.request import SamplingParams
@@ -63,6 +64,9 @@ class ReplaySampler:
         pass
 
     def needs_host(self, slot: int) -> bool:
+        return False
+
+    def runs_by_row(self, slots: Ints) -> bool:
         return False
 
     def run(self, batch: SampleBatch) -> SampleOutput:

@@ -17,6 +17,7 @@ from aspire_llm.context.selectors import Selector, SelectorFactory, SelectorSett
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.calibrate import calibrate, prior_cost
 from aspire_llm.engine.engine import Engine
+from aspire_llm.engine.finish import Finish
 from aspire_llm.engine.forward import EagerForward, Forward
 from aspire_llm.engine.kv_scales import calculate_kv_scales
 from aspire_llm.engine.memory import bytes_beside_pages, choose_num_pages, gib
@@ -272,7 +273,8 @@ def build_engine(
     contexts = ContextState(
         shape.num_layers, config.max_num_seqs + 1, resolved.budget if selector else 1, resolved.device
     )
-    forward = build_forward(config, resolved, decoder, cache.pool, selector, state, contexts)
+    finish = Finish(decoder, sampler, state)
+    forward = build_forward(config, resolved, decoder, cache.pool, selector, state, contexts, finish)
     runner = Runner(decoder, forward, sampler, selector, contexts, state)
     late = resolved.device.type == "cuda"  # a step is planned while the last one runs
     if policy is not None:
@@ -320,6 +322,7 @@ def build_forward(
     selector: Selector | None,
     state: SlotState,
     contexts: ContextState,
+    finish: Finish,
 ) -> Forward:
     """Reference attention run eagerly on the CPU; Triton kernels, in CUDA graphs, on a GPU."""
     shape = decoder.config
@@ -363,7 +366,7 @@ def build_forward(
     from aspire_llm.engine.graphs import GraphForward, graph_sizes
 
     sizes = graph_sizes(resolved.graph_tokens)
-    return GraphForward(decoder, backend, state, contexts, sizes, scored=selector is not None)
+    return GraphForward(decoder, backend, state, contexts, finish, sizes, scored=selector is not None)
 
 
 def widest_graph(limits: Limits, decoded_tokens: int) -> int:

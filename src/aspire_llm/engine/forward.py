@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from aspire_llm.attention.backend import AttentionBatch, AttentionPlan, Backend
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.columns import Columns, Floats
+from aspire_llm.engine.finish import Finished
 from aspire_llm.engine.slot_ops import StepRows, gather
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.engine.upload import Array
@@ -105,6 +106,8 @@ class Forwarded:
     hidden: Tensor  # [T, hidden], after the final norm
     positions: Tensor  # int64 [T]
     attention: AttentionPlan  # with its scores
+    # What ends a step of drafts and verifications alone, as `Finish` does; None: nothing is captured for it
+    finish: Callable[[], Finished] | None = None
 
 
 class Forward(Protocol):

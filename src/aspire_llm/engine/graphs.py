@@ -1,11 +1,11 @@
-"""CUDA graphs of the forward, keyed by padded token count and by whether any verification is scored: row metadata lies on the
-device, so no draft length, mix of rows or batch size costs a new one. The only place that is CUDA's own."""
+"""CUDA graphs of the forward and of a step's end, keyed by padded token count and by whether any verification is scored: row
+metadata lies on the device, so no draft length, mix of rows or batch size costs a new one. The only place that is CUDA's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,11 +14,15 @@ from torch import Tensor
 from aspire_llm.attention.backend import Backend
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.columns import Columns
+from aspire_llm.engine.finish import Finish, Finished
 from aspire_llm.engine.forward import Described, EagerForward, Forwarded, describe
+from aspire_llm.engine.slot_ops import StepRows
 from aspire_llm.engine.slots import SlotState
 from aspire_llm.models.decoder import Decoder
 from aspire_llm.request import RowKind
 from aspire_llm.scheduler.plan import Row
+
+Result = TypeVar("Result")
 
 
 def graph_sizes(widest: int) -> list[int]:
@@ -48,6 +52,7 @@ class Captured:
 class GraphForward:
     """Replays a captured graph for every step up to the widest size; wider ones (long prompt chunks) run eagerly.
 
+    finish: what ends a step of drafts and verifications alone; a graph of its own, since not every such step can end that way.
     scored: whether the graphs leave attention scores, so whether anything is drafted.
     """
 
@@ -57,24 +62,25 @@ class GraphForward:
         backend: Backend[Any],
         state: SlotState,
         contexts: ContextState,
+        finish: Finish,
         sizes: Sequence[int],
         *,
         scored: bool,
     ) -> None:
         self._eager = EagerForward(decoder, backend, state, contexts)
-        self._logits = decoder.logits
+        self._finish = finish
         self._sizes = list(sizes)
         self._scored = scored
         self._scratch = state.num_slots
         self.pad_rows = state.num_slots + 1
         self._graphs: dict[tuple[int, bool], Captured] = {}
-        pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
         # One for all: cuBLAS keeps a workspace of 32 MiB for every stream it has seen.
         self._stream = torch.cuda.Stream(self._eager.device)  # type: ignore[no-untyped-call]
         with torch.inference_mode():
             for size in reversed(self._sizes):  # the widest first: the others fit into its memory
                 for verified in (True, False) if scored else (False,):
-                    self._graphs[size, verified] = self._capture(size, verified, pool)
+                    self._graphs[size, verified] = self._capture(size, verified)
 
     def padded(self, num_tokens: int) -> int:
         return padded_size(self._sizes, num_tokens)
@@ -91,23 +97,37 @@ class GraphForward:
         captured.graph.replay()
         return captured.forwarded
 
-    def _capture(self, size: int, verified: bool, pool: Any) -> Captured:
-        device = self._eager.device
-        rows = [Row(self._scratch, 0, RowKind.VERIFY if verified or not self._scored else RowKind.DRAFT, min(size, 2))]
-        weights = np.full(rows[0].num_tokens, float(self._scored), dtype=np.float32)
-        described = describe(Columns.of(rows), weights, self.pad_rows, size, self._scratch)
-        arrays = [torch.from_numpy(array).to(device) for array in described.arrays]
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(device))
+    def _capture(self, size: int, verified: bool) -> Captured:
+        """Captured for a row like those to come, but run with none, which would write where another engine may keep a prefix."""
+        like = [Row(self._scratch, 0, RowKind.VERIFY if verified or not self._scored else RowKind.DRAFT, min(size, 2))]
+        weights = np.full(like[0].num_tokens, float(self._scored), dtype=np.float32)
+        described = describe(Columns.of(like), weights, self.pad_rows, size, self._scratch)
+        empty = describe(Columns.of([]), np.zeros(0, dtype=np.float32), self.pad_rows, size, self._scratch)
+        arrays = [torch.from_numpy(array).to(self._eager.device) for array in empty.arrays]
+        graph, forwarded = self._captured(lambda: self._eager.run(described, arrays))
+        rows = StepRows(*arrays[:-1])
+        ending, finished = self._captured(
+            lambda: self._finish(rows, forwarded.hidden, forwarded.positions, forwarded.attention)
+        )
+
+        def finish() -> Finished:
+            ending.replay()
+            return finished
+
+        return Captured(graph, same_type(arrays), replace(forwarded, finish=finish))
+
+    def _captured(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """A graph of the work, and the buffers that it leaves its results in."""
+        stream, current = self._stream, torch.cuda.current_stream(self._eager.device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):  # compiles kernels and takes library workspaces outside of the capture
-            self._eager.run(described, arrays)
-        torch.cuda.current_stream(device).wait_stream(stream)
+            work()
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            forwarded = self._eager.run(described, arrays)
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            result = work()
         graph.replay()  # the first one is slow: not while serving
-        self._logits(forwarded.hidden)  # nor may this size load its kernel then, which waits for the device
-        return Captured(graph, same_type(arrays), forwarded)
+        return graph, result
 
 
 def same_type(arrays: Sequence[Tensor]) -> list[Tensor]:

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from aspire_llm.engine.columns import Columns, Ints
+from aspire_llm.engine.finish import Finished
 from aspire_llm.request import RowKind, TokenLogprobs
-from aspire_llm.sampling.batch import SampleOutput
 from aspire_llm.scheduler.plan import RowResult, StepPlan, StepResult
 
 
@@ -48,28 +47,24 @@ class StepClock:
 
 
 class Launched:
-    """Results lie in buffers of this step alone (pinned, on a GPU), so that no later step can overwrite them."""
+    """Results go to a buffer of this step alone (pinned, on a GPU), so that no later step can overwrite them."""
 
     def __init__(
         self,
         plan: StepPlan,
         columns: Columns,
-        sampled: SampleOutput | None,
-        row_reads: Tensor,  # int64 [≥ R]
+        finished: Finished,
         prompts: Mapping[int, Sequence[TokenLogprobs]],
         num_layers: int,
         clock: StepClock,
     ) -> None:
         self._plan = plan
         self._columns = columns
-        self._sampled = sampled
+        self._sampled = finished.sampled
         self._prompts = prompts
         self._num_layers = num_layers
         self._clock = clock
-        wanted = [row_reads]
-        if sampled is not None:
-            wanted += [sampled.tokens, sampled.num_emitted, sampled.confidence]
-        self._fetched = [fetch(tensor) for tensor in wanted]
+        self._fetched = finished.for_host.fetch()
         clock.stop()
 
     def result(self) -> StepResult:
@@ -94,6 +89,8 @@ class Launched:
         """Of all rows, from what those that sample gave, in their order."""
         assert self._sampled is not None
         samples = self._columns.samples
+        count = int(samples.sum())
+        tokens, num_emitted, confidence = tokens[:count], num_emitted[:count], confidence[:count]
         accepted = np.where(self._columns.verifies[samples], num_emitted - 1, 0)
         given = zip(emitted_tokens(tokens, num_emitted), accepted.tolist(), confidence.tolist(), strict=True)
         if samples.all():
@@ -120,10 +117,3 @@ def emitted_tokens(tokens: Ints, num_emitted: Ints) -> list[tuple[int, ...]]:
     flat = tokens[:, :width][np.arange(width) < num_emitted[:, None]].tolist()
     ends = np.cumsum(num_emitted).tolist()
     return [tuple(flat[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def fetch(tensor: Tensor) -> Tensor:
-    """The tensor on the host; on a GPU its copy is only queued."""
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

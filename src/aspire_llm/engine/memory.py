@@ -98,7 +98,7 @@ def bytes_beside_pages(
     # the residual and its norm, each before and after; gate and up, and their product
     width = 4 * shape.hidden_size + heads * shape.head_dim + 3 * shape.intermediate_size
     activations = (limits.widest_step + graph_tokens) * width * dtype.itemsize
-    logits = decoded_tokens * shape.vocab_size * (dtype.itemsize + LOGIT_BYTES)
+    logits = (decoded_tokens * (dtype.itemsize + LOGIT_BYTES) + graph_tokens * dtype.itemsize) * shape.vocab_size
     return permanent + activations + logits + LIBRARY_BYTES
 
 

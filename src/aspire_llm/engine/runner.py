@@ -19,6 +19,7 @@ from aspire_llm.context.selectors import Selector
 from aspire_llm.context.state import ContextState
 from aspire_llm.engine.after import AfterForward, OnDevice
 from aspire_llm.engine.columns import Bools, Columns, Ints
+from aspire_llm.engine.finish import Finished
 from aspire_llm.engine.forward import Described, Forward, Forwarded, describe
 from aspire_llm.engine.launched import Launched, StepClock
 from aspire_llm.engine.score_weights import ScoreWeights
@@ -95,12 +96,10 @@ class Runner:
         tail, there = prepared.tail, prepared.there
         clock.begin()
         forwarded = self._forward.run(prepared.step, prepared.inputs)
-        sampled = self._sample(rows, tail, there, forwarded)
-        settle(self.state, StepRows(*prepared.inputs[:-1]), there.places, sampled)
+        finished = self._finish(rows, prepared, forwarded)
         self._renew_contexts(rows, tail, there, forwarded.attention)
         scored = self._score_prompts(rows, forwarded.hidden)
-        reads = forwarded.attention.row_reads
-        return Launched(plan, rows, sampled, reads, scored, self.decoder.config.num_layers, clock)
+        return Launched(plan, rows, finished, scored, self.decoder.config.num_layers, clock)
 
     # ---- before the forward
 
@@ -162,6 +161,15 @@ class Runner:
         return updates
 
     # ---- after the forward
+
+    def _finish(self, rows: Columns, prepared: Prepared, forwarded: Forwarded) -> Finished:
+        """Tokens of the rows that sample, and the slots as they are after the step."""
+        tail, there = prepared.tail, prepared.there
+        if forwarded.finish is not None and tail.all_sampled and self.sampler.runs_by_row(rows.slots):
+            return forwarded.finish()
+        sampled = self._sample(rows, tail, there, forwarded)
+        settle(self.state, StepRows(*prepared.inputs[:-1]), there.places, sampled)
+        return Finished.of(forwarded.attention, sampled)
 
     def _sample(self, rows: Columns, tail: AfterForward, there: OnDevice, forwarded: Forwarded) -> SampleOutput | None:
         """Logits of the rows that sample, and of no other token but padding; then tokens from them."""

@@ -57,7 +57,7 @@ class LogitsEdits:
         self._has_min_tokens, self._has_bias, self._has_allowed = flags(), flags(), flags()
         self._has_bad_words, self._has_penalties, self._can_conflict = flags(), flags(), flags()
         self._on_host: dict[int, HostEdits] = {}
-        self._any = flags()
+        self.any = flags()  # whether anything is edited
 
     def admit(
         self,
@@ -99,10 +99,10 @@ class LogitsEdits:
         self._can_conflict[slot] = slot in self._on_host or (
             self._has_allowed[slot] and (self._has_bad_words[slot] or self._has_min_tokens[slot])
         )
-        self._any[slot] = slot in self._on_host or any(flags[slot] for flags in self._flags())
+        self.any[slot] = slot in self._on_host or any(flags[slot] for flags in self._flags())
 
     def release(self, slot: int) -> None:
-        for flags in (*self._flags(), self._can_conflict, self._any):
+        for flags in (*self._flags(), self._can_conflict, self.any):
             flags[slot] = False
         self._on_host.pop(slot, None)
 
@@ -118,7 +118,7 @@ class LogitsEdits:
 
         A token in the second has meaningless, finite logits. positions [N] and history as in SampleBatch.
         """
-        if not self._any[rows.slots].any():
+        if not self.any[rows.slots].any():
             return logits, {}
         logits = logits.to(torch.float32, copy=True)
         if self._has_allowed[rows.slots].any():

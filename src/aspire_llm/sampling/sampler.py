@@ -32,7 +32,7 @@ from aspire_llm.sampling.filters import Filters
 from aspire_llm.sampling.logits import LogitsEdits
 from aspire_llm.sampling.logprobs import token_logprobs
 from aspire_llm.sampling.proposals import Proposals
-from aspire_llm.sampling.rows import Bools, LastSent, Rows, upload
+from aspire_llm.sampling.rows import Bools, Ints, LastSent, Rows, upload
 from aspire_llm.sampling.structured import Grammars
 
 DraftSampling = Literal["rejection", "greedy", "coupled"]
@@ -69,6 +69,8 @@ class Sampler:
         self._proposals = Proposals(max_slots, vocab_size, max_draft_tokens, self._device)
         self._seeds = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
         self._greedy: Bools = np.ones(max_slots, dtype=bool)
+        # 0: greedy. One more, for padding rows
+        self._temperatures = torch.zeros(max_slots + 1, device=self._device)
         self._sender = LastSent(self._device)
         self._logprobs: dict[int, int] = {}  # slot -> how many of the likeliest
 
@@ -110,6 +112,7 @@ class Sampler:
         self._filters.admit(slot, params)
         self._seeds[slot] = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self._greedy[slot] = params.greedy
+        self._temperatures[slot] = 0.0 if params.greedy else params.temperature
         if params.logprobs is not None:
             self._logprobs[slot] = params.logprobs
 
@@ -123,6 +126,28 @@ class Sampler:
         """Whether rows of this slot make the host wait: logits processors, structured output, logprobs, and allowed tokens
         that other parameters may all ban."""
         return slot in self._logprobs or self._edits.needs_host(slot)
+
+    def runs_by_row(self, slots: Ints) -> bool:
+        """Whether `run_rows` does for slots [R]: their logits are neither edited nor filtered, no log-probabilities are asked
+        for, and no proposal is to be kept."""
+        if not self.on_kernels or self._edits.any[slots].any() or self._filters.needed[slots].any():
+            return False
+        if self._logprobs and not self._logprobs.keys().isdisjoint(slots.tolist()):
+            return False
+        return self._mode != "rejection" or bool(self._greedy[slots].all())
+
+    def run_rows(
+        self, slots: Tensor, kinds: Tensor, offsets: Tensor, logits: Tensor, positions: Tensor, history: Tensor
+    ) -> SampleOutput:
+        """As `run`, where `runs_by_row`, from what lies on the device: arguments as `by_row.choose_by_row` has them. Every row
+        samples from all of its tokens. Rows of the output are as wide as any can be, and those of padding are among them."""
+        from aspire_llm.sampling.by_row import choose_by_row
+
+        chosen = choose_by_row(
+            slots, kinds, offsets, self._temperatures, logits, positions, history, self._seeds, self._filters.no_logits,
+            self._proposals, self._max_drafts + 1, likeliest_drafts=self._mode == "greedy",
+        )  # fmt: skip
+        return SampleOutput(*chosen)
 
     def set_draft_distribution(self, slot: int, position: int, q: Tensor) -> None:
         """Say which distribution [vocabulary] the pending draft at `position` was drawn from, for a draft that this sampler
