@@ -86,19 +86,21 @@ class Launched:
         """KV tokens read, by kind of row; and those of verifications of drafts."""
         rows = self._columns
         reads = reads[: len(rows.kinds)]
-        kinds = ((RowKind.PREFILL, rows.prefills), (RowKind.DRAFT, rows.drafts), (RowKind.VERIFY, rows.verifies))
-        by_kind = {kind: int(reads[chosen].sum()) for kind, chosen in kinds if chosen.any()}
+        sums = np.bincount(rows.kinds, reads, len(RowKind)).tolist()  # as floats, which hold such counts exactly
+        by_kind = {kind: int(total) for kind, total in zip(RowKind, sums, strict=True) if total}
         return by_kind, int(reads[rows.verifies & (rows.counts > 1)].sum())
 
     def _results(self, tokens: Ints, num_emitted: Ints, confidence: NDArray[np.float32]) -> list[RowResult]:
         """Of all rows, from what those that sample gave, in their order."""
         assert self._sampled is not None
         samples = self._columns.samples
-        accepted = np.where(self._columns.verifies[samples], num_emitted - 1, 0)
+        accepted = num_emitted - 1  # of a draft and of a prompt's token: none
         given = zip(emitted_tokens(tokens, num_emitted), accepted.tolist(), confidence.tolist(), strict=True)
         if samples.all():
-            rows = self._plan.rows
-            results = [RowResult(row.slot, row.epoch, *of_row) for row, of_row in zip(rows, given, strict=True)]
+            results = [
+                RowResult(row.slot, row.epoch, ids, held, sure)
+                for row, (ids, held, sure) in zip(self._plan.rows, given, strict=True)
+            ]
             sampling = results
         else:
             results = [RowResult(row.slot, row.epoch) for row in self._plan.rows]
@@ -114,12 +116,11 @@ class Launched:
 
 def emitted_tokens(tokens: Ints, num_emitted: Ints) -> list[tuple[int, ...]]:
     """The first num_emitted [R] of each row of tokens [R, widest]."""
-    width = int(num_emitted.max(initial=0))
-    if width == 1 and num_emitted.all():  # most steps are of drafts
-        return list(zip(tokens[:, 0].tolist()))
-    flat = tokens[:, :width][np.arange(width) < num_emitted[:, None]].tolist()
-    ends = np.cumsum(num_emitted).tolist()
-    return [tuple(flat[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    emitted: list[tuple[int, ...]] = list(zip(tokens[:, 0].tolist()))  # most rows have one
+    others = np.flatnonzero(num_emitted != 1)
+    for i, ids, n in zip(others.tolist(), tokens[others].tolist(), num_emitted[others].tolist(), strict=True):
+        emitted[i] = tuple(ids[:n])
+    return emitted
 
 
 def fetch(tensor: Tensor) -> Tensor:
