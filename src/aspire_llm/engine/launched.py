@@ -93,19 +93,18 @@ class Launched:
     def _results(self, tokens: Ints, num_emitted: Ints, confidence: NDArray[np.float32]) -> list[RowResult]:
         """Of all rows, from what those that sample gave, in their order."""
         assert self._sampled is not None
-        samples = self._columns.samples
-        accepted = num_emitted - 1  # of a draft and of a prompt's token: none
-        given = zip(emitted_tokens(tokens, num_emitted), accepted.tolist(), confidence.tolist(), strict=True)
+        samples, rows = self._columns.samples, self._plan.rows
+        accepted = (num_emitted - 1).tolist()  # of a draft and of a prompt's token: none
+        given = emitted_tokens(tokens, num_emitted), accepted, confidence.tolist()
         if samples.all():
-            results = [
+            sampling = results = [
                 RowResult(row.slot, row.epoch, ids, held, sure)
-                for row, (ids, held, sure) in zip(self._plan.rows, given, strict=True)
+                for row, ids, held, sure in zip(rows, *given, strict=True)
             ]
-            sampling = results
         else:
-            results = [RowResult(row.slot, row.epoch) for row in self._plan.rows]
+            results = [RowResult(row.slot, row.epoch) for row in rows]
             sampling = [results[i] for i in np.flatnonzero(samples).tolist()]
-            for result, (ids, held, sure) in zip(sampling, given, strict=True):
+            for result, ids, held, sure in zip(sampling, *given, strict=True):
                 result.token_ids, result.num_accepted, result.confidence = ids, held, sure
         for i, logprobs in self._sampled.logprobs.items():
             sampling[i].logprobs = tuple(logprobs)

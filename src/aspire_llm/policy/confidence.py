@@ -79,10 +79,10 @@ class Confidence(PerRequestPolicy):
     def _take_in(self, at: Ints, views: Sequence[RequestView], known: Ints) -> None:
         """New confidences into the survival of each request's drafts. known [R]: how many there are."""
         cycles = self._cycles
-        outdated = np.flatnonzero(~cycles.has_odds[at])
+        outdated = at[~cycles.has_odds[at]]
         if len(outdated):
-            cycles.set_odds(at[outdated])
-            cycles.begin(at[outdated])
+            cycles.set_odds(outdated)
+            cycles.begin(outdated)
         cycles.begin(at[known < cycles.seen[at]])  # verified, the outcome still to come; or preempted
         rows = np.flatnonzero(known > cycles.seen[at])
         while len(rows):
