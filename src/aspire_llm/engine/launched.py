@@ -81,26 +81,27 @@ class Launched:
         """KV tokens read, by kind of row; and those of verifications of drafts."""
         rows = self._columns
         reads = reads[: len(rows.kinds)]
-        kinds = ((RowKind.PREFILL, rows.prefills), (RowKind.DRAFT, rows.drafts), (RowKind.VERIFY, rows.verifies))
-        by_kind = {kind: int(reads[chosen].sum()) for kind, chosen in kinds if chosen.any()}
+        sums = np.bincount(rows.kinds, reads, len(RowKind)).tolist()  # as floats, which hold such counts exactly
+        by_kind = {kind: int(total) for kind, total in zip(RowKind, sums, strict=True) if total}
         return by_kind, int(reads[rows.verifies & (rows.counts > 1)].sum())
 
     def _results(self, tokens: Ints, num_emitted: Ints, confidence: NDArray[np.float32]) -> list[RowResult]:
         """Of all rows, from what those that sample gave, in their order."""
         assert self._sampled is not None
-        samples = self._columns.samples
+        samples, rows = self._columns.samples, self._plan.rows
         count = int(samples.sum())
         tokens, num_emitted, confidence = tokens[:count], num_emitted[:count], confidence[:count]
-        accepted = np.where(self._columns.verifies[samples], num_emitted - 1, 0)
-        given = zip(emitted_tokens(tokens, num_emitted), accepted.tolist(), confidence.tolist(), strict=True)
+        accepted = (num_emitted - 1).tolist()  # of a draft and of a prompt's token: none
+        given = emitted_tokens(tokens, num_emitted), accepted, confidence.tolist()
         if samples.all():
-            rows = self._plan.rows
-            results = [RowResult(row.slot, row.epoch, *of_row) for row, of_row in zip(rows, given, strict=True)]
-            sampling = results
+            sampling = results = [
+                RowResult(row.slot, row.epoch, ids, held, sure)
+                for row, ids, held, sure in zip(rows, *given, strict=True)
+            ]
         else:
-            results = [RowResult(row.slot, row.epoch) for row in self._plan.rows]
+            results = [RowResult(row.slot, row.epoch) for row in rows]
             sampling = [results[i] for i in np.flatnonzero(samples).tolist()]
-            for result, (ids, held, sure) in zip(sampling, given, strict=True):
+            for result, ids, held, sure in zip(sampling, *given, strict=True):
                 result.token_ids, result.num_accepted, result.confidence = ids, held, sure
         for i, logprobs in self._sampled.logprobs.items():
             sampling[i].logprobs = tuple(logprobs)
@@ -111,9 +112,8 @@ class Launched:
 
 def emitted_tokens(tokens: Ints, num_emitted: Ints) -> list[tuple[int, ...]]:
     """The first num_emitted [R] of each row of tokens [R, widest]."""
-    width = int(num_emitted.max(initial=0))
-    if width == 1 and num_emitted.all():  # most steps are of drafts
-        return list(zip(tokens[:, 0].tolist()))
-    flat = tokens[:, :width][np.arange(width) < num_emitted[:, None]].tolist()
-    ends = np.cumsum(num_emitted).tolist()
-    return [tuple(flat[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    emitted: list[tuple[int, ...]] = list(zip(tokens[:, 0].tolist()))  # most rows have one
+    others = np.flatnonzero(num_emitted != 1)
+    for i, ids, n in zip(others.tolist(), tokens[others].tolist(), num_emitted[others].tolist(), strict=True):
+        emitted[i] = tuple(ids[:n])
+    return emitted

@@ -176,16 +176,10 @@ class EngineMetrics:
                 self._price = self._priced.price
 
     def _count_rows(self, plan: StepPlan) -> None:
-        # There may be hundreds of rows, and a look-up by kind for each would take longer than all of this.
-        kinds = bytes([row.kind for row in plan.rows])
-        tokens = [row.num_tokens for row in plan.rows]
         for kind in RowKind:
-            count = kinds.count(kind)
-            if count == len(kinds):
-                self._row_tokens[kind] += sum(tokens)
-            elif count:
-                self._row_tokens[kind] += sum([n for k, n in zip(kinds, tokens, strict=True) if k == kind])
-            self._rows[kind] += count
+            tokens = [row.num_tokens for row in plan.rows if row.kind is kind]
+            self._rows[kind] += len(tokens)
+            self._row_tokens[kind] += sum(tokens)
 
     def _count_refresh(self, plan: StepPlan, num_layers: int) -> None:
         """KV tokens that refresh layers read in DRAFT rows (all before the row's reach), mean over all layers, and their time

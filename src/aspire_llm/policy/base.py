@@ -29,9 +29,9 @@ class RequestView:
     max_draft: int  # the most drafts this request may have pending (0: it must verify)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there may be hundreds a step
 class CycleOutcome:
-    """What a verification found."""
+    """What a verification found. Nobody changes it."""
 
     key: int
     drafted: int

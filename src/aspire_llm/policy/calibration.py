@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 # Upper edges of the bins: even in the middle, finer near 1, where most drafts lie and the rejection rate still falls.
-BIN_EDGES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.999)
+BIN_EDGES = np.array([0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.999])
 NUM_BINS = len(BIN_EDGES) + 1
 START = NUM_BINS  # stands for "no draft yet" where a bin tells what came before
 PRIOR_REJECTION = (
@@ -51,15 +51,9 @@ TEMPER = (
 )
 
 
-def bins_of(confidences: ArrayLike) -> Ints:
+def bins_of(confidences: Sequence[float]) -> Ints:
     """The bin of each top-1 probability in [0, 1]."""
-    bins: Ints = np.searchsorted(BIN_EDGES, confidences, side="right")
-    return bins
-
-
-def binned(parts: Sequence[Sequence[float]]) -> Ints:
-    """Bins of the top-1 probabilities in all parts, one after the other."""
-    return bins_of(np.array(list(chain.from_iterable(parts))))
+    return BIN_EDGES.searchsorted(np.array(confidences), side="right")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,6 @@ class Tried:
     """The drafts of C verified cycles that were tried, N in all: those accepted, and the one that was not."""
 
     places: Ints  # [C]: of their requests, different ones
-    lengths: Ints  # [C]: drafts of each
     rejected: Bools  # [C]: whether the last one was
     cycle: Ints  # [N]: of each draft, from 0
     decay: Floats  # [C]: of a trend, by all drafts of the cycle
@@ -75,11 +68,10 @@ class Tried:
     last: Ints  # [number rejected]: these drafts
 
     @staticmethod
-    def of(places: Ints, lengths: Ints, rejected: Bools) -> Tried:
-        ends = np.cumsum(lengths)
-        cycle = np.repeat(np.arange(len(lengths)), lengths)
-        since = powers(TREND_KEEP, ends[cycle] - 1 - np.arange(len(cycle)))
-        return Tried(places, lengths, rejected, cycle, powers(TREND_KEEP, lengths), since, ends[rejected] - 1)
+    def of(places: Ints, lengths: Ints, rejected: Bools, cycle: Ints, nth: Ints) -> Tried:
+        """lengths [C]: drafts of each cycle; nth [N]: of its cycle, from 0."""
+        since = powers(TREND_KEEP, lengths[cycle] - 1 - nth)
+        return Tried(places, rejected, cycle, powers(TREND_KEEP, lengths), since, lengths.cumsum()[rejected] - 1)
 
     def counts(self, bins: Ints, num_bins: int) -> Ints:
         """[C, num_bins] of bins [N]"""
@@ -165,14 +157,13 @@ class WrongTurnEvidence:
         self._batch_right, self._batch_wrong = np.ones(NUM_BINS), np.ones(NUM_BINS)
         self._right, self._wrong = np.zeros((num_places, NUM_BINS)), np.zeros((num_places, NUM_BINS))
 
-    def observe(self, places: Ints, right: Ints, wrong: Ints | None) -> None:
-        """Bins of C cycles' drafts before the first wrong one of each, and of those after it: counts [C, NUM_BINS], None where
-        there are none. places [C]: different ones."""
+    def observe(self, places: Ints, right: Ints, wrong: Ints) -> None:
+        """Bins of C cycles' drafts before the first wrong one of each, and of those after it: counts [C, NUM_BINS]. places [C]:
+        different ones."""
         self._right[places] += right
         self._batch_right += right.sum(0)
-        if wrong is not None:
-            self._wrong[places] += wrong
-            self._batch_wrong += wrong.sum(0)
+        self._wrong[places] += wrong
+        self._batch_wrong += wrong.sum(0)
 
     def ratios(self, places: Ints) -> Floats:
         """[R, NUM_BINS], tempered"""
@@ -220,30 +211,23 @@ class Calibration:
 
     def observe(self, places: Ints, confidences: Sequence[Sequence[float]], accepted: Ints) -> None:
         """C verified cycles: confidences of the drafts of each, of which accepted [C] were right. places [C]: different ones."""
-        ends = (accepted + 1).tolist()  # of those tried
-        parts = [of_cycle[:end] for of_cycle, end in zip(confidences, ends, strict=True)]
-        lengths = np.array([len(part) for part in parts])
-        bins = binned(parts)
-        before = np.full(len(bins) + 1, START)
-        before[1:] = bins
-        before[np.cumsum(lengths) - lengths] = START
-        before = before[:-1]
-        tried = Tried.of(places, lengths, accepted < lengths)
+        drafted = np.array([len(of_cycle) for of_cycle in confidences])
+        bins = bins_of(list(chain.from_iterable(confidences)))
+        cycle = np.arange(len(places)).repeat(drafted)
+        nth = np.arange(len(bins)) - (drafted.cumsum() - drafted)[cycle]  # of its cycle
+        was_tried = nth <= accepted[cycle]
+        wrong = counted(cycle[~was_tried], bins[~was_tried], len(places), NUM_BINS)
+        cycle, nth, bins = cycle[was_tried], nth[was_tried], bins[was_tried]
+        before = np.full_like(bins, START)
+        before[1:] = bins[:-1]
+        before[nth == 0] = START
+        tried = Tried.of(places, np.minimum(drafted, accepted + 1), accepted < drafted, cycle, nth)
         right = self._rejection.observe(tried, bins)
         right[tried.rejected, bins[tried.last]] -= 1
         self._next.observe(tried, before)
-        self._evidence.observe(places, right, self._wrong(confidences, ends))
+        self._evidence.observe(places, right, wrong)
         self._follows += counted(before, bins, NUM_BINS + 1, NUM_BINS)
         self._next_bins = None
-
-    @staticmethod
-    def _wrong(confidences: Sequence[Sequence[float]], ends: Sequence[int]) -> Ints | None:
-        """[C, NUM_BINS]: drafts of each cycle from its `ends`-th on; None where there are none."""
-        parts = [of_cycle[end:] for of_cycle, end in zip(confidences, ends, strict=True)]
-        lengths = [len(part) for part in parts]
-        if not any(lengths):
-            return None
-        return counted(np.repeat(np.arange(len(parts)), lengths), binned(parts), len(parts), NUM_BINS)
 
     def begin(self, place: int) -> None:
         """The place is another request's from now on."""

@@ -31,6 +31,7 @@ class Cycles:
         self.has_odds = np.zeros(FIRST_PLACES, dtype=bool)  # False: a verification's outcome has made them out of date
         self.right, self.reject, self.evidence = floats(NUM_BINS), floats(NUM_BINS), floats(NUM_BINS)  # see `DraftOdds`
         self.accept_next = floats(NUM_BINS + 1)
+        self.both_right = floats(NUM_BINS)  # P(a draft is right, and the one after it too)
         self.seen = ints()  # pending drafts whose confidences are in `survival`
         self.survival = floats()  # P(these are all right)
         self.last = ints()  # bin of the last of them
@@ -41,11 +42,8 @@ class Cycles:
 
     def places(self, keys: Iterable[int]) -> Ints:
         """[R]; a request that is new takes a place."""
-        known, asked = self._places, list(keys)
-        for key in asked:
-            if key not in known:
-                self._take(key)
-        return np.array([known[key] for key in asked])
+        known = self._places
+        return np.array([known[key] if key in known else self._take(key) for key in keys])
 
     def place(self, key: int) -> int | None:
         return self._places.get(key)
@@ -64,7 +62,8 @@ class Cycles:
         """As the calibration has them now."""
         odds = self.calibration.odds(places)
         self.reject[places] = odds.reject
-        self.right[places] = 1.0 - odds.reject
+        right = 1.0 - odds.reject
+        self.right[places], self.both_right[places] = right, right * odds.accept_next[:, :START]
         self.evidence[places] = odds.evidence
         self.accept_next[places] = odds.accept_next
         self.has_odds[places] = True

@@ -170,7 +170,7 @@ class VerifyBound:
     def apply(self, requests: Sequence[RequestView], actions: list[Action]) -> list[Action]:
         if self._limit is None:
             return actions
-        asking = [i for i, view in enumerate(requests) if view.pending and actions[i] is VERIFY]
+        asking = [i for i, action in enumerate(actions) if action is VERIFY and requests[i].pending]
         asking.sort(key=lambda i: (-self._deferred.get(requests[i].key, 0), -requests[i].pending))
         room, first = self._limit, True
         for i in asking:

@@ -120,19 +120,11 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if there is nothing to do until a result comes back."""
-        rows: list[Row] = []
         writes: list[PageWrite] = []
-        named: list[Request] = []
         prefilling = [r for r in self.running if r.num_prefilled < r.prefill_end]
         decoding, views = self._decoding()
         actions = self.policy.decide(views, self._prompt_load(prefilling, len(decoding))) if decoding else []
-        for request, view, action in zip(decoding, views, actions, strict=True):
-            if action is WAIT or request.slot is None:  # the latter: preempted by an older one, just now
-                continue
-            reach = view.length + view.pending
-            if reach <= request.num_reserved or self._reserve(request, reach, writes):
-                rows.append(self._decode_row(request, action, view.max_draft, reach))
-                named.append(request)
+        rows, named = self._decode_rows(decoding, views, actions, writes)
         budget = max(
             self.limits.max_num_batched_tokens - sum([row.num_tokens for row in rows]),
             self.limits.max_num_batched_tokens // 4,  # decoding always rides, but does not starve prompts either
@@ -190,19 +182,31 @@ class Scheduler:
         tokens = min(tokens, max(0, self.limits.max_num_batched_tokens - num_decoding))
         return StepLoad(tokens, max(r.num_prefilled for r in prefilling) + tokens)
 
-    def _decode_row(self, request: Request, action: Action, max_draft: int, reach: int) -> Row:
-        assert request.slot is not None
-        pending, steps = request.num_pending, request.stats.steps
-        if action is DRAFT:
-            if pending >= max_draft:
-                raise RuntimeError(f"policy drafts past max_draft={max_draft}")
-            request.num_pending = pending + 1
-            steps["draft"] += 1
-            return Row(request.slot, request.epoch, DRAFT_ROW, 1, 0, reach)
-        request.num_lookahead += 1 + pending
-        request.num_pending = 0
-        steps["verify"] += 1
-        return Row(request.slot, request.epoch, VERIFY_ROW, 1 + pending, 0, reach)
+    def _decode_rows(
+        self, decoding: list[Request], views: list[RequestView], actions: list[Action], writes: list[PageWrite]
+    ) -> tuple[list[Row], list[Request]]:
+        """Rows, and their requests, of those that have one: what each does, as far as there are pages."""
+        rows, named = [], []
+        for request, view, action in zip(decoding, views, actions, strict=True):
+            slot, pending = request.slot, view.pending
+            if action is WAIT or slot is None:  # the latter: preempted by an older one, just now
+                continue
+            reach = view.length + pending
+            if reach > request.num_reserved and not self._reserve(request, reach, writes):
+                continue
+            if action is DRAFT:
+                if pending >= view.max_draft:
+                    raise RuntimeError(f"policy drafts past max_draft={view.max_draft}")
+                request.num_pending = pending + 1
+                request.stats.steps["draft"] += 1
+                rows.append(Row(slot, request.epoch, DRAFT_ROW, 1, 0, reach))
+            else:
+                request.num_lookahead += 1 + pending
+                request.num_pending = 0
+                request.stats.steps["verify"] += 1
+                rows.append(Row(slot, request.epoch, VERIFY_ROW, 1 + pending, 0, reach))
+            named.append(request)
+        return rows, named
 
     def _prefill_row(self, request: Request, budget: int) -> Row:
         assert request.slot is not None
