@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from aspire_llm.config import EngineConfig
 from aspire_llm.engine.build import most_decoded, resolve, widest_graph
-from aspire_llm.engine.graphs import graph_sizes, padded_size
-from aspire_llm.request import SamplingParams
+from aspire_llm.engine.finish import Finish
+from aspire_llm.engine.forward import EagerForward
+from aspire_llm.engine.graphs import graph_sizes, padded_size, step_to_capture
+from aspire_llm.engine.slot_ops import StepRows
+from aspire_llm.engine.upload import Array
+from aspire_llm.request import RowKind, SamplingParams
 from tiny import always_draft_to, plain_tokens, prompts_of, requests_for, run, tiny_engine, tiny_model
 
 pytest.importorskip("triton")
@@ -48,6 +54,36 @@ def test_every_size_maps_to_a_captured_one() -> None:
             assert tokens <= size < tokens + max(8, tokens / 8 + 1)
         assert padded_size(sizes, sizes[-1] + 1) == sizes[-1] + 1
     assert len(graph_sizes(512)) <= 50
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny float32 model is for the interpreter")
+@pytest.mark.parametrize("kind", [RowKind.VERIFY, RowKind.DRAFT])
+def test_capturing_leaves_the_pages_alone(kind: RowKind) -> None:
+    """An engine may be made while another one's prefixes lie in the pages that they share."""
+    options = {"block_size": 16, "max_num_seqs": 3, "max_model_len": 64, "attention_backend": "triton"}
+    runner = tiny_engine(tiny_model(), method="aspire", **options).runner
+    runner.sampler.on_kernels = runner.state.on_kernels = True
+    forward = runner._forward
+    assert isinstance(forward, EagerForward)
+    pool = forward._backend.pool
+    pages = [*pool.k, *pool.v]
+    for cache in pages:
+        cache.normal_()
+    before = [cache.clone() for cache in pages]
+    step, without_rows = step_to_capture(8, kind, 4, 3, scored=True)
+
+    def run_with(arrays: Sequence[Array]) -> None:
+        there = [torch.from_numpy(array) for array in arrays]
+        ran = forward.run(step, there)
+        end = Finish(runner.decoder, runner.sampler, runner.state)
+        end(StepRows(*there[:-1]), ran.hidden, ran.positions, ran.attention)
+
+    run_with(without_rows)
+    assert all(torch.equal(now, then) for now, then in zip(pages, before, strict=True))
+    assert not runner.state.computed.any()
+    assert not runner.state.pending.any()
+    run_with(step.arrays)  # the row itself would write
+    assert not all(torch.equal(now, then) for now, then in zip(pages, before, strict=True))
 
 
 @pytest.mark.parametrize(

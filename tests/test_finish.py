@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aspire_llm.engine.engine import Engine
-from aspire_llm.engine.finish import Finish
+from aspire_llm.engine.finish import Finish, Finished
 from aspire_llm.engine.forward import Described, EagerForward, Forwarded
 from aspire_llm.engine.slot_ops import StepRows
-from aspire_llm.request import RowKind, SamplingParams
+from aspire_llm.request import Request, RowKind, SamplingParams
 from aspire_llm.sampling.batch import SampleBatch
 from aspire_llm.sampling.sampler import DraftSampling, Sampler
 from tiny import always_draft_to, prompts_of, requests_for, run, tiny_engine, tiny_model
@@ -118,7 +118,7 @@ class EndsByRow:
     def run(self, step: Described, arrays: Sequence[Tensor]) -> Forwarded:
         forwarded = self._inner.run(step, arrays)
 
-        def finish():  # type: ignore[no-untyped-def]
+        def finish() -> Finished:
             self.num_finished += 1
             rows = StepRows(*arrays[:-1])
             return self._finish(rows, forwarded.hidden, forwarded.positions, forwarded.attention)
@@ -150,13 +150,12 @@ def test_an_engine_whose_steps_end_by_row_gives_the_same_tokens(late: bool) -> N
     lengths = [21, 17, 6, 5]
     params = [SamplingParams(max_tokens=n, ignore_eos=True, **k) for n, k in zip(lengths, kinds, strict=True)]
 
-    def requests() -> list:  # type: ignore[type-arg]
+    def requests() -> list[Request]:
         return [requests_for(model, [p], one)[0] for p, one in zip(prompts, params, strict=True)]
 
     expected = run(tiny_engine(model, method="plain", max_num_seqs=3), requests())
     options = {"policy": always_draft_to(3), "attention_backend": "triton", "block_size": 16}
-    engine = tiny_engine(model, method="aspire", max_num_seqs=3, **options)
-    engine._late = late
+    engine = tiny_engine(model, method="aspire", late=late, max_num_seqs=3, **options)
     forward = end_by_row(engine)
     made = requests()
     assert run(engine, made) == expected

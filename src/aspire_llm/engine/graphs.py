@@ -18,6 +18,7 @@ from aspire_llm.engine.finish import Finish, Finished
 from aspire_llm.engine.forward import Described, EagerForward, Forwarded, describe
 from aspire_llm.engine.slot_ops import StepRows
 from aspire_llm.engine.slots import SlotState
+from aspire_llm.engine.upload import Array
 from aspire_llm.models.decoder import Decoder
 from aspire_llm.request import RowKind
 from aspire_llm.scheduler.plan import Row
@@ -98,13 +99,10 @@ class GraphForward:
         return captured.forwarded
 
     def _capture(self, size: int, verified: bool) -> Captured:
-        """Captured for a row like those to come, but run with none, which would write where another engine may keep a prefix."""
-        like = [Row(self._scratch, 0, RowKind.VERIFY if verified or not self._scored else RowKind.DRAFT, min(size, 2))]
-        weights = np.full(like[0].num_tokens, float(self._scored), dtype=np.float32)
-        described = describe(Columns.of(like), weights, self.pad_rows, size, self._scratch)
-        empty = describe(Columns.of([]), np.zeros(0, dtype=np.float32), self.pad_rows, size, self._scratch)
-        arrays = [torch.from_numpy(array).to(self._eager.device) for array in empty.arrays]
-        graph, forwarded = self._captured(lambda: self._eager.run(described, arrays))
+        kind = RowKind.VERIFY if verified or not self._scored else RowKind.DRAFT
+        step, without_rows = step_to_capture(size, kind, self.pad_rows, self._scratch, scored=self._scored)
+        arrays = [torch.from_numpy(array).to(self._eager.device) for array in without_rows]
+        graph, forwarded = self._captured(lambda: self._eager.run(step, arrays))
         rows = StepRows(*arrays[:-1])
         ending, finished = self._captured(
             lambda: self._finish(rows, forwarded.hidden, forwarded.positions, forwarded.attention)
@@ -128,6 +126,17 @@ class GraphForward:
             result = work()
         graph.replay()  # the first one is slow: not while serving
         return graph, result
+
+
+def step_to_capture(
+    size: int, kind: RowKind, pad_rows: int, scratch_slot: int, *, scored: bool
+) -> tuple[Described, Sequence[Array]]:
+    """A step of one row, by whose kind the forward chooses its kernels, and arrays of `size` tokens that are padding alone: what
+    a row writes would go to the page that the scratch slot's table begins with, where another engine may keep a prefix."""
+    row = Row(scratch_slot, 0, kind, min(size, 2))
+    weights = np.full(row.num_tokens, float(scored), dtype=np.float32)
+    step = describe(Columns.of([row]), weights, pad_rows, size, scratch_slot)
+    return step, describe(Columns.of([]), weights[:0], pad_rows, size, scratch_slot).arrays
 
 
 def same_type(arrays: Sequence[Tensor]) -> list[Tensor]:
