@@ -15,10 +15,12 @@ from torch import Tensor
 from aspire_llm.engine.engine import Engine
 from aspire_llm.engine.finish import Finish, Finished
 from aspire_llm.engine.forward import Described, EagerForward, Forwarded
+from aspire_llm.engine.launched import Launched
 from aspire_llm.engine.slot_ops import StepRows
 from aspire_llm.request import Request, RowKind, SamplingParams
 from aspire_llm.sampling.batch import SampleBatch
 from aspire_llm.sampling.sampler import DraftSampling, Sampler
+from aspire_llm.scheduler.plan import StepPlan
 from tiny import always_draft_to, prompts_of, requests_for, run, tiny_engine, tiny_model
 
 pytest.importorskip("triton")
@@ -56,11 +58,11 @@ def sampler_of(mode: DraftSampling, params: Sequence[SamplingParams], vocab_size
 def test_rows_choose_what_the_prepared_step_does(
     mode: DraftSampling, params: list[SamplingParams], slots: list[int], vocab_size: int, spare_tokens: int, seed: int
 ) -> None:
-    """Ragged drafts and verifications, tied and impossible logits among them; rows and tokens of padding behind them."""
+    """Ragged drafts and verifications and last tokens of prompts, tied and impossible logits among them; padding behind them."""
     random, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     sampler = sampler_of(mode, params, vocab_size)
-    kinds = [RowKind.DRAFT if random.random() < 0.5 else RowKind.VERIFY for _ in slots]
-    counts = [1 if kind is RowKind.DRAFT else int(random.integers(1, DRAFTS + 2)) for kind in kinds]
+    kinds = [RowKind(kind) for kind in random.integers(0, len(RowKind), len(slots)).tolist()]
+    counts = [int(random.integers(1, DRAFTS + 2)) if kind is RowKind.VERIFY else 1 for kind in kinds]
     total, padding = sum(counts), SLOTS + 1 - len(slots)
     logits = (torch.randint(-8, 9, (total + spare_tokens, vocab_size), generator=generator) / 2).to(DEVICE)
     logits[torch.rand(logits.shape, generator=generator) < 0.2] = -torch.inf
@@ -135,19 +137,36 @@ def end_by_row(engine: Engine) -> EndsByRow:
     return forward
 
 
+def note_rows_ended(engine: Engine, forward: EndsByRow) -> set[RowKind]:
+    """Kinds of rows in steps that ended by row, as they come."""
+    kinds: set[RowKind] = set()
+    launch = engine.runner.launch
+
+    def noting(plan: StepPlan) -> Launched:
+        before = forward.num_finished
+        launched = launch(plan)
+        if forward.num_finished > before:
+            kinds.update(row.kind for row in plan.rows)
+        return launched
+
+    engine.runner.launch = noting  # type: ignore[method-assign]
+    return kinds
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the engine's own forward is captured there")
 @pytest.mark.parametrize("late", [False, True])
 def test_an_engine_whose_steps_end_by_row_gives_the_same_tokens(late: bool) -> None:
     """Requests of every sort come and go, so steps end either way; those of one sort alone end by row."""
     model = tiny_model()
-    prompts = prompts_of([5, 37, 20, 11])
+    prompts = prompts_of([5, 37, 20, 11, 1])  # the last one is read in one token, in a step that ends by row
     kinds = [
         {"temperature": 0.0},
         {"temperature": 0.8, "seed": 3},
         {"temperature": 0.7, "top_k": 5, "seed": 4},
         {"temperature": 0.0, "logprobs": 1},
+        {"temperature": 0.0},
     ]
-    lengths = [21, 17, 6, 5]
+    lengths = [21, 17, 6, 5, 4]
     params = [SamplingParams(max_tokens=n, ignore_eos=True, **k) for n, k in zip(lengths, kinds, strict=True)]
 
     def requests() -> list[Request]:
@@ -157,9 +176,10 @@ def test_an_engine_whose_steps_end_by_row_gives_the_same_tokens(late: bool) -> N
     options = {"policy": always_draft_to(3), "attention_backend": "triton", "block_size": 16}
     engine = tiny_engine(model, method="aspire", late=late, max_num_seqs=3, **options)
     forward = end_by_row(engine)
+    ended = note_rows_ended(engine, forward)
     made = requests()
     assert run(engine, made) == expected
-    assert forward.num_finished > 5
+    assert ended == {RowKind.DRAFT, RowKind.VERIFY, RowKind.PREFILL}
     assert sum(r.stats.num_accepted_tokens for r in made) > 0
     scratch = engine.runner.state.num_slots
     assert engine.runner.state.computed[scratch] == engine.runner.state.pending[scratch] == 0

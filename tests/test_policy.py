@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import mean, pstdev
 
 import pytest
@@ -11,65 +10,10 @@ from hypothesis import strategies as st
 
 from aspire_llm.errors import UserError
 from aspire_llm.policy.acceptance import SmoothedRate, expected_tokens
-from aspire_llm.policy.base import Action, CycleOutcome, Policy, RequestView, StepLoad
-from aspire_llm.policy.confidence import Confidence
+from aspire_llm.policy.base import Action, CycleOutcome, RequestView, StepLoad
 from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.factory import POLICY_SETTINGS, make_policy
-from aspire_llm.policy.per_request import PerRequestPolicy
-from aspire_llm.policy.rows import RowCosts
-from aspire_llm.policy.simulator import Replay, SimulatedCost, Simulation
-from aspire_llm.policy.trace import shipped_traces
-
-NO_LOAD = StepLoad(0, 0.0)
-READS = ReadModel(452, 24, 1)
-LENGTH = 28_000
-ADAPTIVE = ["fsm", "ema", "confidence"]
-
-
-def long_context() -> CostModel:
-    """Of 16 requests each pays 1/16 for the weights and 0.35 for a full read."""
-    return CostModel(1.0, 0.0, 0.35 / LENGTH)
-
-
-class Driver:
-    """Runs a policy on requests whose drafts are accepted as `drafts(key)` says: (how many right, confidences)."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        keys: Sequence[int],
-        drafts: Callable[[int], tuple[int, Sequence[float]]],
-        max_draft: int = 24,
-    ) -> None:
-        self.policy, self.drafts, self.max_draft = policy, drafts, max_draft
-        self.current = {key: drafts(key) for key in keys}
-        self.pending = dict.fromkeys(keys, 0)
-        self.cycles: dict[int, list[tuple[int, int]]] = {key: [] for key in keys}  # (drafted, accepted)
-        self.verify_tokens: list[int] = []
-
-    def all_right(self, key: int, pending: int) -> bool:
-        return self.current[key][0] >= pending
-
-    def step(self) -> list[Action]:
-        views = [RequestView(k, LENGTH, n, self.current[k][1][:n], self.max_draft) for k, n in self.pending.items()]
-        actions = self.policy.decide(views, NO_LOAD)
-        self.verify_tokens.append(sum(v.pending + 1 for v, a in zip(views, actions, strict=True) if a is Action.VERIFY))
-        for view, action in zip(views, actions, strict=True):
-            key = view.key
-            if action is Action.DRAFT:
-                assert view.pending < self.max_draft
-                self.pending[key] += 1
-            elif action is Action.VERIFY:
-                right, confidences = self.current[key]
-                accepted = min(right, view.pending)
-                self.policy.observe_cycle(CycleOutcome(key, view.pending, accepted, confidences[: view.pending]))
-                self.cycles[key].append((view.pending, accepted))
-                self.pending[key], self.current[key] = 0, self.drafts(key)
-        return actions
-
-    def run(self, cycles: int) -> None:
-        while min(len(c) for c in self.cycles.values()) < cycles:
-            self.step()
+from policy_driver import ADAPTIVE, LENGTH, NO_LOAD, READS, Driver, any_policy, long_context
 
 
 def constant(rate: float, seed: int = 0) -> Callable[[int], tuple[int, Sequence[float]]]:
@@ -311,29 +255,6 @@ def test_verify_tokens_are_bounded_and_nobody_starves(name: str) -> None:
 # --- what every policy keeps
 
 
-class Fair:
-    """A truth that knows nothing: every other question is answered yes."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def all_right(self, key: int, pending: int) -> bool:
-        self.asked += 1
-        return bool(self.asked % 2)
-
-
-def any_policy(name: str, limit: int | None, verify_step: float = 0.0) -> Policy:
-    takes, _ = POLICY_SETTINGS[name]
-    return make_policy(
-        name,
-        CostModel(1.0, 0.0, 0.35 / LENGTH, verify_step=verify_step),
-        READS,
-        draft_length=5 if "draft_length" in takes else None,
-        max_verify_tokens=limit if "max_verify_tokens" in takes else None,
-        truth=Fair() if "truth" in takes else None,
-    )
-
-
 @settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("name", list(POLICY_SETTINGS))
 @given(
@@ -413,79 +334,3 @@ def test_unknown_names_and_settings_without_use_are_refused() -> None:
         make_policy("ema", long_context(), READS, max_verify_tokens=0)
     with pytest.raises(UserError, match="needs truth"):
         make_policy("hindsight", long_context(), READS)
-
-
-@pytest.mark.parametrize("name", ADAPTIVE)
-def test_no_drafts_where_the_host_is_slower_than_a_step_of_them(name: str) -> None:
-    """A plain step of 256 rows takes the device 11 ms, one of drafts 3 and the host 11: only a fast host makes drafts pay."""
-
-    def mean_drafts(host_seconds: float) -> float:
-        cost = CostModel(0.001, 2e-6, 9.5e-3 / (256 * LENGTH))
-        policy = make_policy(name, cost, READS)
-        driver = Driver(policy, range(256), lambda key: (6, [0.99] * 24))
-        for _ in range(60):
-            actions = driver.step()
-            drafting = Action.DRAFT in actions
-            policy.observe_step(StepLoad(0, 0.0, 0.0, host_seconds=host_seconds if drafting else 0.7 * host_seconds))
-        late = [drafted for cycles in driver.cycles.values() for drafted, _ in cycles[-3:]]
-        return mean(late)
-
-    assert mean_drafts(0.002) >= 2.0
-    assert mean_drafts(0.014) < 0.3
-
-
-def test_together_verifications_are_fewer_steps_and_tokens_come_faster() -> None:
-    """A step with any verification takes a fifth longer, whatever it holds."""
-    trace = shipped_traces("refreshed_16")["qwen2.5-coder-0.5b_28k_code"]
-    cost = SimulatedCost(verify_step=0.3, per_check=0.1 / 28_000)
-    replay = Replay(batch_size=16, tokens=128, repeats=2, late=True)
-
-    def tokens_per_s(told: float) -> tuple[float, float]:
-        policy = make_policy("confidence", replace(cost, verify_step=told).model(), cost.reads)
-        run = Simulation(trace, cost, replay).run(policy)
-        return run.tokens_per_s, run.num_draft_tokens / run.num_cycles
-
-    (alone, drafts_alone), (together, drafts_together) = tokens_per_s(0.0), tokens_per_s(0.3)
-    assert together > 1.02 * alone
-    assert drafts_together > drafts_alone  # they draft on meanwhile
-
-
-@pytest.mark.parametrize("name", ["fsm", "ema"])
-def test_policies_that_do_not_know_what_waiting_loses_do_not_wait(name: str) -> None:
-    policy = any_policy(name, None, verify_step=5.0)
-    assert isinstance(policy, PerRequestPolicy)
-    views = [RequestView(key, LENGTH, key % 4, (0.9,) * (key % 4), 8) for key in range(12)]
-    asked = [Action.DRAFT if key % 3 else Action.VERIFY for key in range(12)]
-    for _ in range(20):
-        assert policy._wait(views, list(asked), 0.0) == asked
-
-
-def test_nobody_waits_where_the_device_waits_for_its_host() -> None:
-    """Verifications fill its time: spread over all steps they cost the least."""
-    policy = Confidence(CostModel(1.0, 0.0, 0.35 / LENGTH, verify_step=0.5), READS)
-    views = [RequestView(key, LENGTH, 2, (0.9, 0.9), 24) for key in range(4)]
-    policy.decide(views, NO_LOAD)  # what one more draft would lose is known now
-    asked = [Action.VERIFY, Action.DRAFT, Action.DRAFT, Action.DRAFT]
-    policy._cycles.loss[:] = 0.05
-    assert policy._wait(views, list(asked), 0.0) == [Action.DRAFT] * 4
-    assert policy._wait(views, list(asked), 0.5) == asked
-
-
-def test_a_device_waits_for_a_host_that_is_slower_than_a_step_of_drafts() -> None:
-    cost = CostModel(1.0, 0.1, 0.35 / LENGTH)
-    load = StepLoad(7, 5000.0)
-    drafts = cost.predict(StepLoad(7 + 16, 5000.0 + 16 * READS.draft(LENGTH, 4)))
-    for host in (0.0, 0.5 * drafts, drafts, 1.5 * drafts):
-        costs = RowCosts.of_step(cost, READS, 16, load, host_seconds=host, length=LENGTH)
-        assert costs.idle == pytest.approx(max(0.0, host - drafts))
-
-
-def test_a_host_that_keeps_up_changes_nothing() -> None:
-    cost = long_context()
-    alone = RowCosts.of_step(cost, READS, 16, NO_LOAD)
-    beside = RowCosts.of_step(cost, READS, 16, NO_LOAD, host_seconds=0.5, length=LENGTH)
-    assert (beside.draft(LENGTH, 2), beside.verify(LENGTH), beside.check(LENGTH)) == (
-        alone.draft(LENGTH, 2),
-        alone.verify(LENGTH),
-        alone.check(LENGTH),
-    )

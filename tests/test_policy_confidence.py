@@ -6,7 +6,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from aspire_llm.policy.base import CycleOutcome, RequestView, StepLoad
+from aspire_llm.policy.base import CycleOutcome, RequestView
 from aspire_llm.policy.calibration import (
     BATCH_WEIGHT,
     NUM_BINS,
@@ -20,17 +20,8 @@ from aspire_llm.policy.calibration import (
     bins_of,
 )
 from aspire_llm.policy.confidence import Confidence
-from aspire_llm.policy.cost import CostModel, ReadModel
 from aspire_llm.policy.rows import Ints, RowCosts
-
-NO_LOAD = StepLoad(0, 0.0)
-READS = ReadModel(452, 24, 1)
-LENGTH = 28_000
-
-
-def long_context() -> CostModel:
-    """Of 16 requests each pays 1/16 for the weights and 0.35 for a full read."""
-    return CostModel(1.0, 0.0, 0.35 / LENGTH)
+from policy_driver import LENGTH, NO_LOAD, READS, long_context
 
 
 def bin_of(confidence: float) -> int:

@@ -29,7 +29,7 @@ class OnDevice:
 @dataclass(frozen=True, slots=True)
 class AfterForward:
     num_logits: int  # N
-    all_sampled: bool  # every token of the batch gets logits: there are no prompts in it
+    all_sampled: bool  # every token of the batch gets logits: no more than one of any prompt
     renewed: Ints  # [V]
     refreshed: Ints  # [U]
     arrays: tuple[Array, ...]  # in the order of OnDevice's fields

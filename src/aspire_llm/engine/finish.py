@@ -36,7 +36,8 @@ class Finished:
 
 
 class Finish:
-    """The end of a step all of whose rows sample from all of their tokens: drafts and verifications. For a GPU's kernels."""
+    """The end of a step all of whose rows sample from all of their tokens: drafts, verifications, and prompts of which one token
+    was left. For a GPU's kernels."""
 
     def __init__(self, decoder: Decoder, sampler: Sampler, state: SlotState) -> None:
         self._decoder = decoder
@@ -45,7 +46,8 @@ class Finish:
         self._places = torch.arange(state.num_slots + 1, dtype=torch.int32, device=state.computed.device)
 
     def __call__(self, rows: StepRows, hidden: Tensor, positions: Tensor, attention: AttentionPlan) -> Finished:
-        """rows: [R], with padding; hidden [T, hidden], positions int64 [T]: of its tokens, with padding."""
+        """rows: [R], with padding; hidden [T, hidden], positions int64 [T]: of its tokens, with padding; attention: as its
+        forward left it. What is returned is good until the next call where a graph holds this one."""
         logits = self._decoder.logits(hidden)
         sampled = self._sampler.run_rows(rows.slots, rows.kinds, rows.offsets, logits, positions, self._state.tokens)
         padding = rows.offsets[1:] == rows.offsets[:-1]

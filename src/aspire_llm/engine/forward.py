@@ -106,7 +106,7 @@ class Forwarded:
     hidden: Tensor  # [T, hidden], after the final norm
     positions: Tensor  # int64 [T]
     attention: AttentionPlan  # with its scores
-    # What ends a step of drafts and verifications alone, as `Finish` does; None: nothing is captured for it
+    # Ends a step all of whose tokens get logits, as `Finish` does; None: nothing is captured for that
     finish: Callable[[], Finished] | None = None
 
 

@@ -53,7 +53,7 @@ class Captured:
 class GraphForward:
     """Replays a captured graph for every step up to the widest size; wider ones (long prompt chunks) run eagerly.
 
-    finish: what ends a step of drafts and verifications alone; a graph of its own, since not every such step can end that way.
+    finish: ends a step all of whose tokens get logits; a graph of its own, since not every such step can end that way.
     scored: whether the graphs leave attention scores, so whether anything is drafted.
     """
 
